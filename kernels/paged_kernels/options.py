@@ -1,0 +1,76 @@
+"""What travels from the public functions to a backend: plain, frozen, validated once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Which attention is computed. The Triton kernels bake it in: one compiled kernel per value."""
+
+    causal: bool = True
+    sliding_window: int | None = None
+    softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.causal, bool):
+            raise TypeError(f"causal must be a bool, got {self.causal!r}")
+        window = self.sliding_window
+        if window is not None and (isinstance(window, bool) or not isinstance(window, int)):
+            raise TypeError(f"sliding_window must be an int or None, got {window!r}")
+        if window is not None and window < 1:
+            raise ValueError(f"sliding_window must be >= 1 or None, got {window}")
+        if self.softcap is not None and not 0 < self.softcap < float("inf"):
+            raise ValueError(f"softcap must be finite and > 0 or None, got {self.softcap!r}")
+
+
+@dataclass(frozen=True)
+class Dims:
+    """Sizes that a compiled kernel is made for."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    block_size: int
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
+class AttentionCall(NamedTuple):
+    """One validated `paged_attention` call. Every backend fills `out` (and `lse`) from it."""
+
+    query: Tensor  # [num_tokens, num_heads, head_dim]
+    key_cache: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]
+    value_cache: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim_v]
+    block_table: Tensor  # int32 or int64 [num_seqs, max_blocks_per_seq]
+    seq_lens: Tensor  # int32 or int64 [num_seqs]
+    cu_seqlens_q: Tensor | None  # int32 or int64 [num_seqs + 1]; None: decode, one token each
+    max_query_len: int  # upper bounds, never read off the device
+    max_seq_len: int
+    scale: float
+    variant: Variant
+    alibi_slopes: Tensor | None  # float32 [num_heads]
+    sinks: Tensor | None  # float32 [num_heads]
+    k_scale: float | Tensor | None  # of a quantised cache
+    v_scale: float | Tensor | None
+    draft_mask: Tensor | None  # bool [num_seqs, max_query_len, max_query_len]
+    num_splits: int | None  # at most one of num_splits and split_size
+    split_size: int | None
+    common_prefix_len: int  # 0: none
+    out: Tensor  # [num_tokens, num_heads, head_dim_v]
+    lse: Tensor | None  # float32 [num_tokens, num_heads]
+
+    @property
+    def dims(self) -> Dims:
+        """The sizes as one hashable value."""
+        _, block_size, num_kv_heads, head_dim = self.key_cache.shape
+        num_heads, head_dim_v = self.query.shape[1], self.value_cache.shape[3]
+        return Dims(num_heads, num_kv_heads, head_dim, head_dim_v, block_size)
