@@ -1,0 +1,242 @@
+"""The one validation: what the public functions get becomes what every backend can trust.
+
+Shapes, dtypes, devices and strides are checked always and cost no device sync. The values inside
+tensors are a matter for `_value_checks`, which runs where reading them is cheap or asked for.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._backends import debugging, refuse_unsupported, resolve_backend
+from ._cache_checks import check_cache_dtype, check_caches, checked_scale
+from ._require import (
+    FLOAT32,
+    FLOAT_DTYPES,
+    INT_DTYPES,
+    kind,
+    require_bool,
+    require_inference,
+    require_int,
+    require_number,
+    require_tensor,
+    require_unit_stride,
+    require_vector,
+)
+from ._value_checks import check_attention_values, check_write_values
+from .options import AttentionCall, Variant
+
+
+def check_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor | None,
+    max_query_len: int | None,
+    max_seq_len: int | None,
+    scale: float | None,
+    causal: bool,
+    sliding_window: int | None,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    k_scale: float | Tensor | None,
+    v_scale: float | Tensor | None,
+    num_splits: int | None,
+    split_size: int | None,
+    common_prefix_len: int | None,
+    draft_mask: Tensor | None,
+    out: Tensor | None,
+    return_lse: bool,
+    backend: str | None,
+) -> tuple[AttentionCall, str]:
+    """The validated call of `paged_attention`, its outputs allocated, and the name of its backend."""
+    require_tensor(
+        "query", query, FLOAT_DTYPES, "[num_tokens, num_heads, head_dim]", (None,) * 3, None
+    )
+    require_unit_stride("query", query)
+    num_tokens, num_heads, head_dim = query.shape
+    device = query.device
+    backend = resolve_backend(backend, device)
+    check_caches(key_cache, value_cache, device, backend)
+    if key_cache.shape[3] != head_dim:
+        raise ValueError(
+            f"query must have the head_dim of key_cache, {key_cache.shape[3]}, got {head_dim}"
+        )
+    num_kv_heads = key_cache.shape[2]
+    if num_heads == 0 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"query must have a multiple of the {num_kv_heads} KV heads of key_cache, "
+            f"got {num_heads} heads"
+        )
+    check_cache_dtype("query", query, key_cache)
+    require_inference(query=query, key_cache=key_cache, value_cache=value_cache, sinks=sinks)
+
+    require_tensor(
+        "block_table",
+        block_table,
+        INT_DTYPES,
+        "[num_seqs, max_blocks_per_seq]",
+        (None, None),
+        device,
+    )
+    require_unit_stride("block_table", block_table)
+    num_seqs, table_width = block_table.shape
+    require_vector("seq_lens", seq_lens, INT_DTYPES, "[num_seqs]", num_seqs, device)
+    if cu_seqlens_q is not None:
+        require_vector(
+            "cu_seqlens_q", cu_seqlens_q, INT_DTYPES, "[num_seqs + 1]", num_seqs + 1, device
+        )
+    elif num_tokens != num_seqs:
+        raise ValueError(
+            f"query must have one row per sequence without cu_seqlens_q, {num_seqs} as in "
+            f"block_table, got {num_tokens}"
+        )
+
+    longest_query = 1 if cu_seqlens_q is None else num_tokens
+    if draft_mask is not None:
+        refuse_unsupported(backend, "draft_mask", kind(draft_mask))
+        side = _check_draft_mask(draft_mask, num_seqs, max_query_len, device)
+        longest_query = min(longest_query, side)
+    if max_query_len is not None:
+        require_int("max_query_len", max_query_len, 1 if cu_seqlens_q is None else 0)
+        longest_query = min(longest_query, max_query_len)
+    longest_seq = table_width * key_cache.shape[1]
+    if max_seq_len is not None:
+        require_int("max_seq_len", max_seq_len, 0)
+        longest_seq = min(longest_seq, max_seq_len)
+
+    if scale is not None:
+        require_number("scale", scale)
+    if softcap is not None:
+        require_number("softcap", softcap)
+    if alibi_slopes is not None:
+        require_vector("alibi_slopes", alibi_slopes, FLOAT32, "[num_heads]", num_heads, device)
+    if sinks is not None:
+        require_vector("sinks", sinks, FLOAT32, "[num_heads]", num_heads, device)
+    _check_splits(num_splits, split_size)
+    require_bool("return_lse", return_lse)
+
+    shape = (num_tokens, num_heads, value_cache.shape[3])
+    if out is None:
+        out = query.new_empty(shape)
+    else:
+        axes = "[num_tokens, num_heads, head_dim_v]"
+        require_tensor("out", out, (query.dtype,), axes, shape, device)
+        require_unit_stride("out", out)
+    call = AttentionCall(
+        query=query,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        block_table=block_table,
+        seq_lens=seq_lens,
+        cu_seqlens_q=cu_seqlens_q,
+        max_query_len=longest_query,
+        max_seq_len=longest_seq,
+        scale=head_dim**-0.5 if scale is None else float(scale),
+        variant=Variant(causal, sliding_window, softcap),
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        k_scale=checked_scale("k_scale", k_scale, key_cache),
+        v_scale=checked_scale("v_scale", v_scale, value_cache),
+        draft_mask=draft_mask,
+        num_splits=num_splits,
+        split_size=split_size,
+        common_prefix_len=_checked_prefix(common_prefix_len, key_cache.shape[1], table_width),
+        out=out,
+        lse=query.new_empty(shape[:2], dtype=torch.float32) if return_lse else None,
+    )
+    if _values_are_checked(device, backend):
+        check_attention_values(call)
+    return call, backend
+
+
+def check_write(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: float | Tensor | None,
+    v_scale: float | Tensor | None,
+    backend: str | None,
+) -> tuple[float | Tensor | None, float | Tensor | None, str]:
+    """Validate `reshape_and_cache`; the scales as the backends take them, and the backend's name."""
+    axes = "[num_tokens, num_kv_heads, head_dim"
+    require_tensor("key", key, FLOAT_DTYPES, axes + "]", (None,) * 3, None)
+    device = key.device
+    backend = resolve_backend(backend, device)
+    check_caches(key_cache, value_cache, device, backend)
+    require_vector("slot_mapping", slot_mapping, INT_DTYPES, "[num_tokens]", None, device)
+    num_kv_heads, head_dim = key_cache.shape[2:]
+    require_tensor("key", key, FLOAT_DTYPES, axes + "]", (None, num_kv_heads, head_dim), device)
+    require_tensor(
+        "value",
+        value,
+        (key.dtype,),
+        axes + "_v]",
+        (None, num_kv_heads, value_cache.shape[3]),
+        device,
+    )
+    for name, tensor in (("key", key), ("value", value)):
+        require_unit_stride(name, tensor)
+        if len(tensor) < len(slot_mapping):
+            raise ValueError(
+                f"{name} must have a row for each of the {len(slot_mapping)} slots, "
+                f"got {len(tensor)} rows"
+            )
+    check_cache_dtype("key", key, key_cache)
+    require_inference(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
+    scales = (
+        checked_scale("k_scale", k_scale, key_cache),
+        checked_scale("v_scale", v_scale, value_cache),
+    )
+    if _values_are_checked(device, backend):
+        check_write_values(key_cache, slot_mapping, *scales)
+    return *scales, backend
+
+
+def _check_draft_mask(
+    draft_mask: Tensor, num_seqs: int, max_query_len: int | None, device: torch.device
+) -> int:
+    """Its side, which bounds the query lengths too."""
+    axes = "[num_seqs, max_query_len, max_query_len]"
+    require_tensor("draft_mask", draft_mask, (torch.bool,), axes, (num_seqs, None, None), device)
+    _, rows, columns = draft_mask.shape
+    if rows != columns or (max_query_len is not None and rows < max_query_len):
+        raise ValueError(
+            f"draft_mask must be {axes} with max_query_len {max_query_len}, "
+            f"got shape {list(draft_mask.shape)}"
+        )
+    return rows
+
+
+def _check_splits(num_splits: int | None, split_size: int | None) -> None:
+    if num_splits is not None:
+        require_int("num_splits", num_splits, 1)
+    if split_size is not None:
+        require_int("split_size", split_size, 1)
+        if num_splits is not None:
+            raise ValueError(
+                f"split_size must be None when num_splits is given, got split_size={split_size} "
+                f"and num_splits={num_splits}"
+            )
+
+
+def _checked_prefix(common_prefix_len: int | None, block_size: int, table_width: int) -> int:
+    if common_prefix_len is None:
+        return 0
+    require_int("common_prefix_len", common_prefix_len, 0)
+    if common_prefix_len % block_size or common_prefix_len > table_width * block_size:
+        raise ValueError(
+            f"common_prefix_len must be a multiple of block_size {block_size}, at most "
+            f"{table_width * block_size} for this block_table, got {common_prefix_len}"
+        )
+    return common_prefix_len
+
+
+def _values_are_checked(device: torch.device, backend: str) -> bool:
+    return debugging() or (device.type == "cpu" and backend != "triton")
