@@ -117,6 +117,7 @@ def make_batch(
     fused_query: bool = False,
     filler: float = float("nan"),
     padding_rows: int = 0,
+    shared_blocks: int = 0,
     index_dtype: torch.dtype = torch.int32,
     seed: int = 0,
     device: str | torch.device = "cpu",
@@ -131,18 +132,21 @@ def make_batch(
         fused_query: the query is a slice of a fused QKV.
         filler: what the slots that no token owns hold.
         padding_rows: query rows past the last sequence, poisoned.
+        shared_blocks: leading blocks that all sequences have in common.
     """
     generator = torch.Generator().manual_seed(seed)
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
     cache_dtype = dtype if cache_dtype is None else cache_dtype
     blocks_of = [-(-seq_len // block_size) for seq_len in seq_lens]
     num_blocks = sum(blocks_of) + 3
-    free = iter(torch.randperm(num_blocks, generator=generator).tolist())
+    free = torch.randperm(num_blocks, generator=generator).tolist()
+    shared = [free.pop() for _ in range(shared_blocks)]
     width = max(blocks_of, default=0) + 2
     stale = itertools.cycle(STALE_IDS)
-    table = [
-        [next(free) if column < n else next(stale) for column in range(width)] for n in blocks_of
-    ]
+    table = []
+    for n in blocks_of:
+        owned = (shared + [free.pop() for _ in range(n - shared_blocks)])[:n]
+        table.append(owned + [next(stale) for _ in range(width - n)])
     slots = torch.tensor(
         [
             row[position // block_size] * block_size + position % block_size
@@ -156,6 +160,12 @@ def make_batch(
     key = torch.randn(len(slots), num_kv_heads, head_dim, generator=generator)
     value = torch.randn(len(slots), num_kv_heads, head_dim_v, generator=generator)
     fused = torch.randn(num_tokens, num_heads + 2, head_dim, generator=generator)
+    first = 0
+    for seq_len in seq_lens:  # a shared token has one K and one V
+        repeated = min(seq_len, shared_blocks * block_size)
+        key[first : first + repeated] = key[:repeated]
+        value[first : first + repeated] = value[:repeated]
+        first += seq_len
     if content == "counting":
         fused.zero_()
         positions = [position for seq_len in seq_lens for position in range(seq_len)]
