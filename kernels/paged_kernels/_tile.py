@@ -1,0 +1,149 @@
+"""Device code that the attention kernels share: addressing, loading, scoring, online softmax.
+
+A tile row is one (query token, head of the group) pair, so grouped-query attention is no special
+case. Inside, softmax runs in base 2, because `exp2` is one instruction: scores carry the factor
+log2(e) from the start. Natural logarithms are what leaves a kernel.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+# The interpreter multiplies the bit patterns of bfloat16, so there dot operands are widened to
+# float32. This is the one difference between the interpreted and the compiled kernels.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def at(x, index):
+    """Address of the element (or tile of elements) `index` of the strided tensor `x`."""
+    offset = 0
+    for axis in tl.static_range(len(index)):
+        offset += index[axis] * x.strides[axis]
+    return x.ptr + offset
+
+
+@triton.jit
+def load_rows(x, index, rows, WIDTH: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr):
+    """Load rows `index` of x as a [rows, PADDED] tile: 0 past WIDTH and, if MASKED, outside `rows`."""
+    column = tl.arange(0, PADDED)[None, :]
+    pointers = at(x, index + (column,))
+    if MASKED:
+        tile = tl.load(pointers, mask=rows[:, None] & (column < WIDTH), other=0.0)
+    elif PADDED > WIDTH:
+        tile = tl.load(pointers, mask=column < WIDTH, other=0.0)
+    else:
+        tile = tl.load(pointers)
+    if INTERPRETED:
+        tile = tile.to(tl.float32)
+    return tile
+
+
+@triton.jit
+def score(
+    q, k, scale, q_pos, k_pos, slope, key_exists, VARIANT: tl.constexpr, MASKED: tl.constexpr
+):
+    """Base-2 scores [M, N] of queries against keys. If MASKED, unseen pairs are -inf."""
+    s = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if VARIANT.softcap is not None:
+        x = s * (scale / VARIANT.softcap)
+        tanh = 1 - 2 / (tl.exp2(x * (2 * LOG2E)) + 1)
+        s = tanh * (VARIANT.softcap * LOG2E)
+    else:
+        s *= scale * LOG2E
+    if slope is not None:
+        s += (slope * LOG2E)[:, None] * (k_pos[None, :] - q_pos[:, None])
+    if MASKED:
+        seen = key_exists[None, :]
+        if VARIANT.causal:
+            seen &= k_pos[None, :] <= q_pos[:, None]
+        if VARIANT.sliding_window is not None:
+            seen &= k_pos[None, :] > q_pos[:, None] - VARIANT.sliding_window
+        s = tl.where(seen, s, float("-inf"))
+    return s
+
+
+@triton.jit
+def online_softmax(acc, m, l, s, v):
+    """Fold scores s [M, N] and values v [N, D] into the running sum, maximum and denominator."""
+    m_new = tl.maximum(m, tl.max(s, 1))
+    pivot = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen yet: avoid inf - inf
+    alpha = tl.exp2(m - pivot)
+    p = tl.exp2(s - pivot[:, None])
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+    return acc, m_new, l * alpha + tl.sum(p, 1)
+
+
+@triton.jit
+def attend_tiles(
+    state, q, kv, table, kv_head, q_pos, slope, scale, keys, tiles,
+    DIMS: tl.constexpr, VARIANT: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Fold the key tiles starting in [tiles[0], tiles[1]), tiles[0] a multiple of TILE.n, into state.
+
+    MASKED tiles may reach outside keys = [first, end), where nothing is loaded, and may hold pairs
+    that the variant hides. Other tiles are seen whole by every row, and pay for no mask.
+    """
+    acc, m, l = state
+    for start in tl.range(tiles[0], tiles[1], TILE.n):
+        k_pos = start + tl.arange(0, TILE.n)
+        exists = (k_pos >= keys[0]) & (k_pos < keys[1])
+        if MASKED:
+            block = tl.load(table + k_pos // DIMS.block_size, mask=exists, other=0)
+        else:
+            block = tl.load(table + k_pos // DIMS.block_size)
+        slot = k_pos % DIMS.block_size
+        row = (block.to(tl.int64)[:, None], slot.to(tl.int64)[:, None], kv_head)
+        k = load_rows(kv.key, row, exists, DIMS.head_dim, TILE.d, MASKED)
+        v = load_rows(kv.value, row, exists, DIMS.head_dim_v, TILE.dv, MASKED)
+        s = score(q, k, scale, q_pos, k_pos, slope, exists, VARIANT, MASKED)
+        acc, m, l = online_softmax(acc, m, l, s, v)
+    return acc, m, l
+
+
+@triton.jit
+def attend(
+    q, kv, table, kv_head, q_pos, slope, scale, keys, whole,
+    DIMS: tl.constexpr, VARIANT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Attention of a query tile over keys = [first, end): (acc [M, D], m [M], l [M]).
+
+    Every row sees all of whole = [first, end): the tiles inside it are the unmasked interior.
+    """
+    M: tl.constexpr = TILE.m
+    DV: tl.constexpr = TILE.dv
+    acc = tl.zeros((M, DV), tl.float32)
+    m = tl.full((M,), float("-inf"), tl.float32)
+    l = tl.zeros((M,), tl.float32)
+    state = (acc, m, l)
+
+    first = keys[0] // TILE.n * TILE.n
+    inner = tl.minimum(tl.cdiv(whole[0], TILE.n) * TILE.n, tl.cdiv(keys[1], TILE.n) * TILE.n)
+    outer = tl.maximum(inner, tl.minimum(whole[1], keys[1]) // TILE.n * TILE.n)
+    if VARIANT.sliding_window is not None:
+        state = attend_tiles(
+            state, q, kv, table, kv_head, q_pos, slope, scale, keys, (first, inner),
+            DIMS, VARIANT, TILE, True,
+        )  # fmt: skip
+    state = attend_tiles(
+        state, q, kv, table, kv_head, q_pos, slope, scale, keys, (inner, outer),
+        DIMS, VARIANT, TILE, False,
+    )  # fmt: skip
+    return attend_tiles(
+        state, q, kv, table, kv_head, q_pos, slope, scale, keys, (outer, keys[1]),
+        DIMS, VARIANT, TILE, True,
+    )  # fmt: skip
+
+
+@triton.jit
+def finish(state, sinks, head, rows):
+    """Normalised output and natural lse. A sink joins the denominator, without a value."""
+    acc, m, l = state
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=rows, other=0.0).to(tl.float32) * LOG2E
+        m_new = tl.maximum(m, sink)
+        alpha = tl.exp2(m - m_new)
+        acc, m, l = acc * alpha[:, None], m_new, l * alpha + tl.exp2(sink - m_new)
+    out = acc / tl.where(l == 0.0, 1.0, l)[:, None]
+    return out, (m + tl.log2(l)) * LN2

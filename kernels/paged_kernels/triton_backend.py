@@ -1,0 +1,238 @@
+"""The Triton backend: plans the launches of one call as data, then runs them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._heuristics import Tile, choose_num_splits, device_of, padded, tiles_for
+from ._launch import Launch, Strided, strided
+from .attention import attention_kernel
+from .merge import merge_kernel
+from .options import AttentionCall, Dims, Variant
+from .write import write_kernel
+
+ANY_LENGTH = 2**31 - 1
+
+
+class KV(NamedTuple):
+    """Both caches, as one kernel argument."""
+
+    key: Strided
+    value: Strided
+
+
+class Bias(NamedTuple):
+    """Optional per-head tensors; None is compiled away."""
+
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+
+
+class Rows(NamedTuple):
+    """Which sequences a launch serves, and where it puts their rows. Baked into the kernel."""
+
+    prefill: bool  # find the sequence of each query tile; False: program i is sequence i
+    shortest: int  # query lengths served
+    longest: int
+    packed: bool  # output row = query token; False: sequence * longest + token
+
+
+def attend(call: AttentionCall) -> None:
+    """Fill call.out and call.lse."""
+    if call.cu_seqlens_q is not None:  # rows past the last query token are padding
+        call.out.zero_()
+        if call.lse is not None:
+            call.lse.fill_(float("-inf"))
+    for launch in plan(call):
+        launch.run()
+
+
+def plan(call: AttentionCall) -> list[Launch]:
+    """The launches of a call, in order."""
+    decode, prefill = _tiles(call)
+    step = max(decode.n, prefill.n)
+    shared = call.common_prefix_len // step * step
+    # The shared part is attended to without query positions, which window and ALiBi would need.
+    if shared and call.variant.sliding_window is None and call.alibi_slopes is None:
+        return _plan_cascade(call, prefill, shared)
+    return _plan_batch(call)
+
+
+def _plan_batch(call: AttentionCall, first_key: int = 0) -> list[Launch]:
+    """Every sequence over its keys from first_key on: decodes, and prefills if there may be any."""
+    decode, prefill = _tiles(call)
+    launches = _plan_decode(call, decode, first_key)
+    decode_tokens = _tokens(call, decode)
+    if call.max_query_len > decode_tokens:
+        rows = Rows(prefill=True, shortest=decode_tokens + 1, longest=ANY_LENGTH, packed=True)
+        tiles = call.query.shape[0] // _tokens(call, prefill) + call.seq_lens.shape[0]
+        launches.append(_attention(call, prefill, rows, (tiles, 1), first_key))
+    return launches
+
+
+def _plan_decode(call: AttentionCall, tile: Tile, first_key: int) -> list[Launch]:
+    """One query tile per sequence, perhaps split along its keys and merged again."""
+    num_seqs = call.seq_lens.shape[0]
+    tokens = 1 if call.cu_seqlens_q is None else _tokens(call, tile)
+    rows = Rows(prefill=False, shortest=1, longest=tokens, packed=True)
+
+    keys = call.max_seq_len - first_key
+    if call.variant.sliding_window is not None:
+        keys = min(keys, call.variant.sliding_window + tokens + tile.n)
+    split_size = 0  # even parts of each sequence
+    if call.split_size is not None:
+        split_size = _round_up(call.split_size, tile.n)
+        num_splits = -(-keys // split_size)
+    elif call.num_splits is not None:
+        num_splits = min(call.num_splits, -(-keys // tile.n))
+    else:
+        programs = num_seqs * call.dims.num_kv_heads
+        num_splits = choose_num_splits(programs, keys, tile, device_of(call.query.device))
+    # Whether parts are merged must not follow from the other rows, or a row's bits would too.
+    if (call.num_splits or num_splits) == 1 and call.split_size is None:
+        return [_attention(call, tile, rows, (num_seqs, 1), first_key)]
+    out, lse = _parts(call, max(1, num_splits), num_seqs * tokens)
+    part = call._replace(out=out, lse=lse, sinks=None)
+    rows = rows._replace(packed=False)
+    grid = (num_seqs, out.shape[0])
+    return [
+        _attention(part, tile, rows, grid, first_key, split_size),
+        _merge(call, out, lse, tokens=tokens),
+    ]
+
+
+def _plan_cascade(call: AttentionCall, tile: Tile, shared: int) -> list[Launch]:
+    """All queries over the first `shared` keys, read once through row 0; the rest; then a merge."""
+    num_tokens = call.query.shape[0]
+    tiles = num_tokens // _tokens(call, tile) + 1
+    programs = tiles * call.dims.num_kv_heads
+    num_splits = choose_num_splits(programs, shared, tile, device_of(call.query.device))
+    out, lse = _parts(call, num_splits + 1, num_tokens)
+    lse.fill_(float("-inf"))  # padding rows have no part
+
+    if call.cu_seqlens_q is None:
+        cu_seqlens_q = torch.arange(2, dtype=torch.int32, device=out.device) * num_tokens
+    else:
+        cu_seqlens_q = call.cu_seqlens_q[:: call.seq_lens.shape[0]].contiguous()
+    prefix = call._replace(
+        seq_lens=torch.full_like(call.seq_lens[:1], shared),
+        cu_seqlens_q=cu_seqlens_q,
+        variant=Variant(causal=False, softcap=call.variant.softcap),
+        sinks=None,  # they join once, with the suffix
+        out=out[:-1],
+        lse=lse[:-1],
+    )
+    rows = Rows(prefill=True, shortest=1, longest=ANY_LENGTH, packed=True)
+    suffix = call._replace(out=out[-1], lse=lse[-1])
+    return [
+        _attention(prefix, tile, rows, (tiles, num_splits)),
+        *_plan_batch(suffix, first_key=shared),
+        _merge(call._replace(sinks=None, cu_seqlens_q=None), out, lse, tokens=1),
+    ]
+
+
+def _attention(
+    call: AttentionCall,
+    tile: Tile,
+    rows: Rows,
+    grid: tuple[int, int],
+    first_key: int = 0,
+    split_size: int = 0,
+) -> Launch:
+    """attention_kernel on a grid of (query tiles, splits)."""
+    out, lse = call.out, call.lse
+    args = (
+        strided(out) if out.dim() == 4 else Strided(out, (0, *out.stride())),
+        None
+        if lse is None
+        else strided(lse)
+        if lse.dim() == 3
+        else Strided(lse, (0, *lse.stride())),
+        strided(call.query),
+        KV(strided(call.key_cache), strided(call.value_cache)),
+        call.block_table,
+        call.block_table.stride(0),
+        call.seq_lens,
+        call.cu_seqlens_q,
+        call.seq_lens.shape[0],
+        Bias(call.alibi_slopes, call.sinks),
+        call.scale,
+        first_key,
+        split_size,
+    )
+    constants = {"DIMS": call.dims, "VARIANT": call.variant, "TILE": tile, "ROWS": rows}
+    tiles, splits = grid
+    grid3 = (tiles, call.dims.num_kv_heads, splits)
+    device = call.query.device
+    return Launch(attention_kernel, grid3, args, constants, device, tile.num_warps, tile.num_stages)
+
+
+def _merge(call: AttentionCall, out: Tensor, lse: Tensor, *, tokens: int) -> Launch:
+    """merge_kernel over parts [num_parts, num_rows, ...] into call.out and call.lse."""
+    num_parts, num_rows, num_heads, width = out.shape
+    args = (
+        strided(call.out),
+        None if call.lse is None else strided(call.lse),
+        strided(out),
+        strided(lse),
+        num_parts,
+        call.cu_seqlens_q,
+        call.sinks,
+    )
+    constants = {"TOKENS": tokens, "WIDTH": width, "PADDED": padded(width)}
+    return Launch(merge_kernel, (num_rows, num_heads), args, constants, out.device, num_warps=1)
+
+
+def _parts(call: AttentionCall, num_parts: int, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Room for partial results, float32: out [num_parts, num_rows, H, Dv], lse [..., H]."""
+    _, num_heads, head_dim_v = call.out.shape
+    shape = (num_parts, num_rows, num_heads)
+    device = call.query.device
+    return (
+        torch.empty((*shape, head_dim_v), dtype=torch.float32, device=device),
+        torch.empty(shape, dtype=torch.float32, device=device),
+    )
+
+
+def _tiles(call: AttentionCall) -> tuple[Tile, Tile]:
+    """The tiles of decode and of prefill."""
+    return tiles_for(call.dims, call.query.element_size(), device_of(call.query.device))
+
+
+def _tokens(call: AttentionCall, tile: Tile) -> int:
+    """Query tokens in one tile."""
+    return tile.m // call.dims.group_size
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def reshape_and_cache(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: float | Tensor | None,
+    v_scale: float | Tensor | None,
+) -> None:
+    """Write each token's K and V to its slot."""
+    _, block_size, num_kv_heads, head_dim = key_cache.shape
+    head_dim_v = value_cache.shape[3]
+    dims = Dims(num_kv_heads, num_kv_heads, head_dim, head_dim_v, block_size)
+    heads = max(
+        1, min(1 << (num_kv_heads - 1).bit_length(), 4096 // padded(max(head_dim, head_dim_v)))
+    )
+    args = (
+        strided(key_cache),
+        strided(value_cache),
+        strided(key),
+        strided(value),
+        slot_mapping,
+    )
+    grid = (slot_mapping.shape[0], -(-num_kv_heads // heads))
+    Launch(write_kernel, grid, args, {"DIMS": dims, "HEADS": heads}, key.device).run()
