@@ -26,7 +26,7 @@ def require_tensor(
 ) -> None:
     """A tensor of one of `dtypes` with shape `sizes` (None: any size), which `axes` spells out."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a {_names(dtypes)} tensor {axes}, got {kind(value)}")
+        raise TypeError(f"{name} must be a tensor {axes} of {_names(dtypes)}, got {kind(value)}")
     if value.dtype not in dtypes:
         raise TypeError(f"{name} must be {_names(dtypes)}, got {dtype_name(value.dtype)}")
     if device is not None and value.device != device:
@@ -108,7 +108,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def kind(value: object) -> str:
     """What came, short enough for an error."""
     if isinstance(value, Tensor):
-        return f"a {dtype_name(value.dtype)} tensor of shape {list(value.shape)}"
+        return f"{dtype_name(value.dtype)} tensor of shape {list(value.shape)}"
     text = repr(value)
     return text if len(text) <= 60 else f"a {type(value).__name__}"
 
