@@ -1,0 +1,92 @@
+"""The interface of every block allocator, and the reference counting that all share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+
+from paged.config import check_int
+from paged.errors import NoFreeBlocksError, NotAllocatedError
+
+
+class BlockAllocator(ABC):
+    """A pool of blocks 0 .. num_blocks - 1 with a reference count each.
+
+    Every call is all or nothing. A subclass decides which free block is handed out next (`_take`)
+    and what becomes of a block that nobody references any more (`_give_back`).
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        check_int("num_blocks", num_blocks, minimum=0)
+        self.ref_counts = [0] * num_blocks
+        self.num_free = num_blocks
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.ref_counts)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks with at least one reference."""
+        return self.num_blocks - self.num_free
+
+    def allocate(self, n: int) -> list[int]:
+        """`n` blocks with one reference each; NoFreeBlocksError when fewer are free."""
+        if n > self.num_free:
+            raise NoFreeBlocksError(n, self.num_free)
+        if n < 0:
+            raise ValueError(f"n is {n}; it must be an int >= 0")
+        blocks = self._take(n)
+        ref_counts = self.ref_counts
+        for block in blocks:
+            ref_counts[block] = 1
+        self.num_free -= n
+        return blocks
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more reference to each block, all of which must have one already."""
+        blocks = list(blocks)
+        for block in blocks:
+            if self.ref_count(block) == 0:
+                raise NotAllocatedError(f"block {block} has no reference and cannot be shared")
+        ref_counts = self.ref_counts
+        for block in blocks:
+            ref_counts[block] += 1
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """One reference less for each block; those left without one return in the order given."""
+        ref_counts = self.ref_counts
+        released = []
+        for position, block in enumerate(blocks):
+            if not 0 <= block < len(ref_counts) or ref_counts[block] == 0:
+                for undone in blocks[:position]:
+                    ref_counts[undone] += 1
+                raise NotAllocatedError(self._no_reference(block, blocks))
+            ref_counts[block] -= 1
+            if ref_counts[block] == 0:
+                released.append(block)
+        self._give_back(released)
+        self.num_free += len(released)
+
+    def ref_count(self, block: int) -> int:
+        if not 0 <= block < len(self.ref_counts):
+            raise ValueError(f"block is {block}; this pool has blocks 0 .. {self.num_blocks - 1}")
+        return self.ref_counts[block]
+
+    def _no_reference(self, block: int, blocks: Sequence[int]) -> str:
+        if not 0 <= block < self.num_blocks:
+            return f"block {block} is not of this pool of {self.num_blocks} blocks"
+        held, given = self.ref_counts[block], list(blocks).count(block)
+        return f"block {block} has {held} references and cannot give back {given}: freed twice?"
+
+    @abstractmethod
+    def free_blocks(self) -> list[int]:
+        """Every block without a reference, the next to be handed out first."""
+
+    @abstractmethod
+    def _take(self, n: int) -> list[int]:
+        """Remove `n` blocks from the free ones; at least `n` are free."""
+
+    @abstractmethod
+    def _give_back(self, blocks: list[int]) -> None:
+        """Add blocks, none of which is free, to the free ones."""

@@ -1,0 +1,172 @@
+"""The allocator that remembers what free blocks contain, until it needs them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from paged.config import HashFn, check_int
+from paged.digests import DigestChain, Hasher, pack
+from paged.prefix_index import Entry
+from paged.sequence import checked_tokens
+
+from .base import BlockAllocator
+from .free_list import make_free_list
+
+
+class PrefixCachingBlockAllocator(BlockAllocator):
+    """Mutable blocks from `allocate`; full, immutable ones once they are published.
+
+    A published block that loses its last reference stays findable. Free blocks without content
+    are handed out first; then the least recently used content is forgotten. `free` receives a
+    sequence's blocks tail first, so that of one chain the tail is forgotten before its head.
+
+    max_cached_blocks: most unreferenced blocks that keep their content; None: all.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        free_order: str = "fifo",
+        max_cached_blocks: int | None = None,
+        hash_fn: HashFn | None = None,
+        hash_seed: int | None = None,
+    ) -> None:
+        super().__init__(num_blocks)
+        check_int("block_size", block_size, minimum=1)
+        check_int("max_cached_blocks", max_cached_blocks, minimum=0, optional=True)
+        self.block_size = block_size
+        self.hasher = Hasher(block_size, hash_fn, hash_seed)
+        self.index = self.hasher.index
+        self._root = self.hasher.root(None, None)
+        self._max_cached = num_blocks if max_cached_blocks is None else max_cached_blocks
+        self._free = make_free_list(free_order, range(num_blocks))
+        self._entries: list[Entry | None] = [None] * num_blocks  # of each published block
+        self._evictable: OrderedDict[int, Entry] = OrderedDict()  # unreferenced, oldest first
+
+    @property
+    def num_cached(self) -> int:
+        """Free blocks whose content can still be found."""
+        return len(self._evictable)
+
+    def entry_of(self, block: int) -> Entry | None:
+        """What the block is published as, None for a mutable block."""
+        return self._entries[block]
+
+    def free_blocks(self) -> list[int]:
+        return [*self._free.in_order(), *self._evictable]
+
+    def cached_blocks(self) -> list[int]:
+        """The unreferenced blocks with content, least recently used first."""
+        return list(self._evictable)
+
+    # Content
+
+    def lookup(self, chain: DigestChain, num_blocks: int) -> list[Entry]:
+        """Entries of the longest cached prefix among a chain's first `num_blocks` blocks."""
+        key = (self.index.version, num_blocks)
+        if chain.hits_key != key:
+            chain.hits = self.index.walk(
+                chain.root, chain.digests[:num_blocks], chain.tokens[:num_blocks]
+            )
+            chain.hits_key = key
+        return chain.hits
+
+    def num_unreferenced(self, entries: Sequence[Entry]) -> int:
+        """How many of these entries' blocks count as free now."""
+        ref_counts = self.ref_counts
+        return sum([not ref_counts[entry.block] for entry in entries])
+
+    def acquire(self, entries: Sequence[Entry]) -> list[int]:
+        """One more reference to the block of each entry, evictable or in use."""
+        ref_counts, evictable = self.ref_counts, self._evictable
+        blocks = [entry.block for entry in entries]
+        revived = 0
+        for block in blocks:
+            count = ref_counts[block]
+            ref_counts[block] = count + 1
+            if not count:
+                del evictable[block]
+                revived += 1
+        self.num_free -= revived
+        return blocks
+
+    def publish(self, block: int, parent: Entry, digest: bytes, tokens: bytes) -> Entry:
+        """Make a full block findable under its parent.
+
+        When the same content is there already, that entry is returned and the block stays as it
+        is: two sequences that computed the same block at the same time each keep their own.
+        """
+        entry = self.index.find(parent, digest, tokens)
+        if entry is None:
+            self.withdraw(block)  # published before under a parent that has been forgotten since
+            entry = self._entries[block] = self.index.add(parent, digest, tokens, block)
+        return entry
+
+    def withdraw(self, block: int) -> None:
+        """Forget the content of a block in use: it is about to be written again."""
+        entry = self._entries[block]
+        if entry is not None:
+            self.index.remove(entry)
+            self._entries[block] = None
+
+    def reset(self) -> None:
+        """Forget all content. References stay."""
+        self.index.clear()
+        self._entries = [None] * self.num_blocks
+        self._free.give(self._evictable)
+        self._evictable.clear()
+
+    def allocate_immutable(self, parent: int | None, token_ids: Sequence[int]) -> int:
+        """The block with exactly these tokens under that very parent block, or a new one.
+
+        parent: a block this method returned, None for the first of a chain. The block can be
+        shared at once, so its content must be written before anyone reads it.
+        """
+        if len(token_ids) != self.block_size:
+            raise ValueError(f"token_ids has {len(token_ids)} tokens, a block {self.block_size}")
+        above = self._root if parent is None else self._entries[parent]
+        if above is None:
+            raise ValueError(f"parent is block {parent}, which is not immutable")
+        tokens = pack(checked_tokens(token_ids))
+        digest = self.hasher.digest(above.digest + tokens)
+        entry = self.index.find(above, digest, tokens)
+        if entry is not None:
+            return self.acquire([entry])[0]
+        (block,) = self.allocate(1)
+        self.publish(block, above, digest, tokens)
+        return block
+
+    # Free blocks
+
+    def _take(self, n: int) -> list[int]:
+        clean = min(n, len(self._free))
+        blocks = self._free.take(clean)
+        blocks += self._evict(n - clean)
+        return blocks
+
+    def _evict(self, n: int) -> list[int]:
+        """Forget the content of the `n` least recently used evictable blocks."""
+        oldest, remove, entries = self._evictable.popitem, self.index.remove, self._entries
+        blocks = []
+        for _ in range(n):
+            block, entry = oldest(last=False)
+            remove(entry)
+            entries[block] = None
+            blocks.append(block)
+        return blocks
+
+    def _give_back(self, blocks: list[int]) -> None:
+        entries, evictable = self._entries, self._evictable
+        clean = []
+        for block in blocks:
+            entry = entries[block]
+            if entry is None:
+                clean.append(block)
+            else:
+                evictable[block] = entry
+        self._free.give(clean)
+        if len(evictable) > self._max_cached:
+            self._free.give(self._evict(len(evictable) - self._max_cached))

@@ -1,0 +1,625 @@
+"""Which blocks each sequence needs, where they are, and which can be reclaimed.
+
+A sequence's tokens live in blocks of fixed size anywhere in the pool; its block table lists them
+in order (Kwon et al., "Efficient Memory Management for Large Language Model Serving with
+PagedAttention", SOSP 2023). The manager keeps these tables and the reference count of each block.
+It moves no data: calls that need a copy return pairs of blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as ListLike
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from .allocators import BlockAllocator, NaiveBlockAllocator, PrefixCachingBlockAllocator
+from .batch import BatchBuilder
+from .block_table import DROPPED, NEVER, BlockTable
+from .config import CacheConfig, check_int
+from .errors import (
+    AlreadyAllocatedError,
+    NoFreeBlocksError,
+    NotAllocatedError,
+    NotOnGpuError,
+    PagedError,
+)
+from .history import History
+from .invariants import check_invariants
+from .sequence import SequenceGroup, SequenceLike, checked_tokens, members
+from .snapshot import snapshot
+from .stats import CacheStats, PrefixCounter, collect_stats
+
+if TYPE_CHECKING:
+    from .batch import Batch
+    from .prefix_index import Entry
+
+Pairs = list[tuple[int, int]]
+
+
+class AllocStatus(Enum):
+    """Whether a request can be admitted: now, once others have finished, or not at all."""
+
+    OK = "ok"
+    LATER = "later"
+    NEVER = "never"
+
+
+class BlockSpaceManager:
+    """Block tables of all sequences over one pool of GPU blocks and one of CPU blocks.
+
+    A call that raises has changed nothing. `can_x` is true exactly when `x` would succeed.
+
+    >>> manager = BlockSpaceManager(CacheConfig(block_size=4, num_gpu_blocks=8))
+    >>> sequence = Sequence("a", [1, 2, 3, 4, 5])
+    >>> manager.allocate(sequence)
+    >>> manager.block_table(sequence)
+    [0, 1]
+    """
+
+    def __init__(self, config: CacheConfig) -> None:
+        if config.num_gpu_blocks is None:
+            raise ValueError(
+                "num_gpu_blocks of the config is None; set it, or let config.sized(free_bytes, "
+                "total_bytes, bytes_per_block) count the blocks"
+            )
+        self.config = config
+        self.gpu: BlockAllocator
+        self.cache: PrefixCachingBlockAllocator | None = None  # the same pool, when caching is on
+        if config.enable_prefix_caching:
+            self.gpu = self.cache = PrefixCachingBlockAllocator(
+                config.num_gpu_blocks,
+                config.block_size,
+                free_order=config.free_order,
+                max_cached_blocks=config.max_cached_blocks,
+                hash_fn=config.hash_fn,
+                hash_seed=config.hash_seed,
+            )
+        else:
+            self.gpu = NaiveBlockAllocator(config.num_gpu_blocks, config.free_order)
+        self.cpu = NaiveBlockAllocator(config.num_cpu_blocks, config.free_order)
+        self.tables: dict[Any, BlockTable] = {}  # sequences on the GPU
+        self.swapped: dict[Any, BlockTable] = {}  # sequences whose blocks are CPU blocks
+        self.history = History()
+        self.prefix_counter = PrefixCounter()
+        self._batches = BatchBuilder(config.block_size)
+
+    # Admission
+
+    def can_allocate(
+        self, seq_or_group: SequenceLike | SequenceGroup, num_lookahead_slots: int = 0
+    ) -> AllocStatus:
+        """OK, LATER (not enough blocks now) or NEVER (more blocks than the pool has).
+
+        Cached prefix blocks are counted as there. While any sequence holds GPU blocks,
+        int(watermark * pool) blocks are left free.
+        """
+        check_int("num_lookahead_slots", num_lookahead_slots, minimum=0)
+        status, _, _, _ = self._admission(members(seq_or_group), num_lookahead_slots)
+        return status
+
+    def allocate(self, seq_or_group: SequenceLike | SequenceGroup) -> None:
+        """Give blocks to a sequence, or to all sequences of a group, which share them.
+
+        NoFreeBlocksError exactly when `can_allocate` is not OK.
+        """
+        seqs = members(seq_or_group)
+        status, hits, num_new, available = self._admission(seqs, 0)
+        if status is AllocStatus.NEVER:
+            total = len(hits) + num_new
+            raise NoFreeBlocksError(total, available, f"the pool has {self.gpu.num_blocks}")
+        if status is AllocStatus.LATER:
+            raise NoFreeBlocksError(num_new, available, f"for sequence {seqs[0].seq_id!r}")
+
+        first = seqs[0]
+        blocks = self.cache.acquire(hits) if self.cache else []
+        blocks += self.gpu.allocate(num_new)
+        table = BlockTable(first, blocks, len(first))
+        if self.cache:
+            table.chain = self.cache.hasher.chain_of(first)
+            table.parent = hits[-1] if hits else table.chain.root
+            table.num_published = len(hits)
+            table.num_cached = table.num_computed = len(hits) * self.config.block_size
+            self.prefix_counter.add(seqs, table.num_cached)
+        self._schedule_work(table)
+        self.tables[table.seq_id] = table
+        self.history.add("allocate", table.seq_id, blocks)
+        for other in seqs[1:]:
+            self._share(table, other)
+        if len(seqs) == 1:
+            table.writable_until = len(blocks) * self.config.block_size
+
+    def num_cached_tokens(self, seq: SequenceLike) -> int:
+        """Tokens that the last allocate found in the prefix cache: a multiple of the block size."""
+        table = self.tables.get(seq.seq_id) or self.swapped.get(seq.seq_id)
+        if table is None:
+            raise self._missing(seq)
+        return table.num_cached
+
+    # Growth
+
+    def can_append_slots(
+        self, seq_or_group: SequenceLike | SequenceGroup, num_lookahead_slots: int = 0
+    ) -> bool:
+        """Whether `append_slots` would succeed now, for a group one sequence after the other."""
+        check_int("num_lookahead_slots", num_lookahead_slots, minimum=0)
+        wanted = []
+        for seq in members(seq_or_group):
+            table = self.tables.get(seq.seq_id)
+            if table is None or len(seq) < table.num_tokens:
+                return False
+            wanted.append((table, len(seq) + num_lookahead_slots))
+        return self._blocks_needed(wanted) <= self.gpu.num_free
+
+    def append_slots(self, seq: SequenceLike, num_lookahead_slots: int = 0) -> Pairs:
+        """Give every token of `seq` a slot, and as many free slots behind them as asked.
+
+        Returns the copies (source, destination) that must be made before the new slots are
+        written: blocks shared with another sequence are replaced. On NoFreeBlocksError the table
+        is as before; a second call returns [].
+        """
+        table = self.tables.get(seq.seq_id)
+        if table is None:
+            raise self._missing(seq)
+        num_tokens = len(seq)
+        target = num_tokens + num_lookahead_slots
+        if target > table.writable_until or num_tokens < table.num_tokens or target < num_tokens:
+            check_int("num_lookahead_slots", num_lookahead_slots, minimum=0)
+            if num_tokens < table.num_tokens:
+                raise ValueError(
+                    f"sequence {seq.seq_id!r} has {num_tokens} tokens and slots for "
+                    f"{table.num_tokens}; only trim may shorten it"
+                )
+            needed = self._blocks_needed([(table, target)])
+            if needed > self.gpu.num_free:
+                raise NoFreeBlocksError(needed, self.gpu.num_free, f"sequence {seq.seq_id!r}")
+            pairs = self._grow(table, target)
+        else:
+            pairs = []
+        table.num_tokens = num_tokens
+        return pairs
+
+    def step(
+        self, seqs: ListLike[SequenceLike], tokens: ListLike[int], *, device: Any = "cpu"
+    ) -> tuple[Pairs, Batch]:
+        """Append one token to each sequence, give it a slot, and describe the batch.
+
+        The hot path: `mark_computed` of all earlier tokens, `append_token`, `append_slots` and
+        `build_batch` in one call, all or nothing. Returns the copies and the batch.
+        """
+        tokens = checked_tokens(tokens)
+        if len(tokens) != len(seqs):
+            raise ValueError(f"tokens has {len(tokens)} tokens for {len(seqs)} sequences")
+        find = self.tables.get
+        tables: list[BlockTable] = []
+        attention: list[BlockTable] = []  # block boundaries, shared tails: one in block_size
+        for seq in seqs:
+            table = find(seq.seq_id)
+            if table is None:
+                raise self._missing(seq)
+            tables.append(table)
+            num_tokens = table.num_tokens
+            if num_tokens != len(seq.token_ids):
+                raise self._without_slot(seq, table)
+            if num_tokens >= table.writable_until or num_tokens >= table.work_at:
+                attention.append(table)
+        if len(set(tables)) != len(tables):
+            raise ValueError("seqs names a sequence twice")
+        if attention:
+            self._check_step(attention)
+        _append_tokens(seqs, tokens)
+
+        pairs: Pairs = []
+        for table in attention:
+            table.num_computed = table.num_tokens
+            if table.num_computed >= table.work_at:
+                self._settle(table)
+        for table in attention:
+            if table.num_tokens >= table.writable_until:
+                pairs += self._grow(table, table.num_tokens + 1)
+        seq_lens = []
+        for table in tables:
+            table.num_computed = num_tokens = table.num_tokens
+            table.num_tokens = num_tokens = num_tokens + 1
+            seq_lens.append(num_tokens)
+        return pairs, self._batches.build(tables, seq_lens, device=device)
+
+    # Sharing
+
+    def fork(self, parent: SequenceLike, child: SequenceLike) -> None:
+        """Let `child`, which has equal tokens, share every block of `parent`.
+
+        Whoever appends first into the shared tail gets a copy of it.
+        """
+        table = self._table(parent)
+        self._check_new(child)
+        if len(child) != len(parent):
+            raise ValueError(
+                f"child {child.seq_id!r} has {len(child)} tokens, parent {parent.seq_id!r} "
+                f"{len(parent)}; they must be equal"
+            )
+        self._share(table, child)
+
+    def trim(self, seq: SequenceLike, num_tokens: int) -> None:
+        """Forget all tokens after the first `num_tokens`, and the blocks that only they needed.
+
+        A cached last block that is now partial is withdrawn from the cache if this sequence alone
+        holds it, else copied at the next append. ValueError when the shorter sequence would need a
+        block that was dropped behind the sliding window.
+        """
+        table = self._table(seq)
+        check_int("num_tokens", num_tokens, minimum=0)
+        if num_tokens > len(seq):
+            raise ValueError(f"num_tokens is {num_tokens}; sequence {seq.seq_id!r} has {len(seq)}")
+        block_size = self.config.block_size
+        if table.num_dropped > self._num_droppable(num_tokens):
+            raise ValueError(
+                f"num_tokens is {num_tokens}; sequence {seq.seq_id!r} would need a block that was "
+                f"dropped: its first {table.num_dropped * block_size} tokens are behind the window"
+            )
+        del seq.token_ids[num_tokens:]
+        table.num_tokens = min(table.num_tokens, num_tokens)
+        table.num_computed = min(table.num_computed, num_tokens)
+        full, keep = num_tokens // block_size, -(-num_tokens // block_size)
+        released = table.blocks[keep:]
+        if self.cache:
+            self._unpublish(table, full)
+        del table.blocks[keep:]
+        self._release(released)
+        table.writable_until = 0
+        self._schedule_work(table)
+        self.history.add("trim", table.seq_id, released)
+
+    # Content
+
+    def mark_computed(self, seq: SequenceLike, num_tokens: int) -> None:
+        """Say that K and V of the first `num_tokens` tokens are written.
+
+        Full blocks among them become shareable; with a sliding window, blocks that no later query
+        can see are given back.
+        """
+        table = self.tables.get(seq.seq_id)
+        if table is None:
+            raise self._missing(seq)
+        if not 0 <= num_tokens <= table.num_tokens:
+            raise ValueError(
+                f"num_tokens is {num_tokens}; sequence {seq.seq_id!r} has slots for "
+                f"{table.num_tokens} tokens"
+            )
+        if num_tokens > table.num_computed:
+            table.num_computed = num_tokens
+            if num_tokens >= table.work_at:
+                self._settle(table)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all shareable content, also what live sequences have: they go on unshared."""
+        if self.cache is None:
+            return
+        self.cache.reset()
+        for table in (*self.tables.values(), *self.swapped.values()):
+            table.parent = None
+            self._schedule_work(table)
+
+    # The end, and looking
+
+    def free(self, seq: SequenceLike) -> None:
+        """Give back every block of a sequence, on the GPU or swapped out."""
+        if (table := self.tables.pop(seq.seq_id, None)) is not None:
+            self._release(table.held())
+            self._batches.forget(table)
+        elif (table := self.swapped.pop(seq.seq_id, None)) is not None:
+            self.cpu.free(table.held())
+        else:
+            raise self._missing(seq)
+        self.history.add("free", table.seq_id, table.held())
+
+    def block_table(self, seq: SequenceLike) -> list[int]:
+        """The block ids of a sequence in order, ceil(len / block_size) of them."""
+        table = self._table(seq)
+        return table.blocks[: -(-table.num_tokens // self.config.block_size)]
+
+    def build_batch(
+        self,
+        seqs: ListLike[SequenceLike],
+        query_lens: ListLike[int] | None = None,
+        *,
+        context_lens: ListLike[int] | None = None,
+        device: Any = "cpu",
+    ) -> Batch:
+        """Describe a batch in which sequence i computes its tokens [c, c + q).
+
+        query_lens    q of each sequence, default 1
+        context_lens  c of each sequence, default len - q
+        """
+        tables, seq_lens = [], []
+        for seq in seqs:
+            table = self.tables.get(seq.seq_id)
+            if table is None:
+                raise self._missing(seq)
+            tables.append(table)
+            seq_lens.append(len(seq))
+        if len(set(tables)) != len(tables):
+            raise ValueError("seqs names a sequence twice")
+        if query_lens is not None or context_lens is not None:
+            query_lens = self._checked_lens("query_lens", query_lens or [1] * len(seqs), seqs)
+            if context_lens is not None:
+                context_lens = self._checked_lens("context_lens", context_lens, seqs)
+                ends = [c + q for c, q in zip(context_lens, query_lens, strict=True)]
+                for seq, end, length in zip(seqs, ends, seq_lens, strict=True):
+                    if end > length:
+                        raise ValueError(
+                            f"context_lens + query_lens is {end} for sequence {seq.seq_id!r}, "
+                            f"which has {length} tokens"
+                        )
+                seq_lens = ends
+        for index, (table, seq_len) in enumerate(zip(tables, seq_lens, strict=True)):
+            query_len = 1 if query_lens is None else query_lens[index]
+            first = seq_len - query_len
+            if seq_len > table.num_tokens:
+                raise self._without_slot(seqs[index], table)
+            if first < 0 or (query_len and first < table.num_dropped * self.config.block_size):
+                raise ValueError(
+                    f"sequence {table.seq_id!r} cannot compute tokens from {first} on: "
+                    f"{seq_len} tokens, {table.num_dropped} blocks dropped behind the window"
+                )
+        return self._batches.build(tables, seq_lens, query_lens, device=device)
+
+    def stats(self) -> CacheStats:
+        """Counters of both pools, the prefix cache and the waste inside blocks."""
+        return collect_stats(self)
+
+    def check_invariants(self) -> None:
+        """Count everything again; InvariantError names the block and the owner that disagree."""
+        check_invariants(self)
+
+    def snapshot(self) -> dict[str, Any]:
+        """All of the state as plain data: equal snapshots mean equal behaviour from here on."""
+        return snapshot(self)
+
+    def __repr__(self) -> str:
+        gpu, cpu = self.gpu, self.cpu
+        cached = self.cache.num_cached if self.cache else 0
+        return (
+            f"BlockSpaceManager({len(self.tables)} sequences in {gpu.num_used} of "
+            f"{gpu.num_blocks} GPU blocks of {self.config.block_size} tokens, {cached} cached; "
+            f"{len(self.swapped)} in {cpu.num_used} of {cpu.num_blocks} CPU blocks)"
+        )
+
+    # How it is done: admission
+
+    def _admission(
+        self, seqs: list[SequenceLike], num_lookahead_slots: int
+    ) -> tuple[AllocStatus, list[Entry], int, int]:
+        """Status, cached blocks, number of new blocks, and how many could be had."""
+        first, block_size = seqs[0], self.config.block_size
+        for seq in seqs:
+            self._check_new(seq)
+            if seq is not first and seq.token_ids != first.token_ids:
+                raise ValueError(f"sequences {first.seq_id!r} and {seq.seq_id!r} of a group differ")
+        full = len(first) // block_size
+        blocks_each = -(-(len(first) + num_lookahead_slots) // block_size)
+        # Lookahead slots are written, so every sequence but one needs its own last blocks.
+        writers = len(seqs) if num_lookahead_slots else 1
+        total = full + writers * (blocks_each - full)
+        hits: list[Entry] = []
+        if self.cache:
+            hasher = self.cache.hasher
+            chain = hasher.chain_of(first)
+            hasher.extend(chain, first.token_ids, full)
+            # The last token is always computed: its query gives the next token.
+            hits = self.cache.lookup(chain, max(0, len(first) - 1) // block_size)
+        num_new = total - len(hits)
+        if total > self.gpu.num_blocks:
+            return AllocStatus.NEVER, hits, num_new, self.gpu.num_free
+        available = self.gpu.num_free - self._num_reserved()
+        if hits and self.cache:
+            available -= self.cache.num_unreferenced(hits)
+        status = AllocStatus.OK if num_new <= max(0, available) else AllocStatus.LATER
+        return status, hits, num_new, max(0, available)
+
+    def _num_reserved(self) -> int:
+        """Blocks that admission leaves free: none when nothing runs, so that all can be used."""
+        return int(self.config.watermark * self.gpu.num_blocks) if self.gpu.num_used else 0
+
+    def _check_new(self, seq: SequenceLike) -> None:
+        if seq.seq_id in self.tables or seq.seq_id in self.swapped:
+            last = self.history.last_of_sequence(seq.seq_id)
+            raise AlreadyAllocatedError(f"sequence {seq.seq_id!r} already holds blocks: {last}")
+
+    # How it is done: growth
+
+    def _blocks_needed(self, wanted: list[tuple[BlockTable, int]]) -> int:
+        """New blocks, copies included, for each table to have `target` slots of its own."""
+        block_size, ref_counts = self.config.block_size, self.gpu.ref_counts
+        needed = 0
+        writers: dict[int, int] = {}  # of shared blocks: the last holder writes in place
+        for table, target in wanted:
+            if target <= table.num_tokens:
+                continue
+            last = -(-target // block_size)
+            needed += max(0, last - len(table.blocks))
+            for block in table.blocks[table.num_tokens // block_size : last]:
+                if ref_counts[block] > 1:
+                    writers[block] = writers.get(block, 0) + 1
+                    needed += writers[block] < ref_counts[block]
+        return needed
+
+    def _grow(self, table: BlockTable, target: int) -> Pairs:
+        """Give the table `target` slots of which those after its tokens are its own."""
+        if target <= table.num_tokens:
+            return []
+        block_size, blocks = self.config.block_size, table.blocks
+        pairs = []
+        last = -(-target // block_size)
+        for index in range(table.num_tokens // block_size, min(last, len(blocks))):
+            block = blocks[index]
+            if self.gpu.ref_counts[block] > 1:
+                (blocks[index],) = self.gpu.allocate(1)
+                self.gpu.free([block])
+                pairs.append((block, blocks[index]))
+                self._batches.changed(table, index)
+                self.history.add("copy on write", table.seq_id, pairs[-1])
+            elif self.cache:
+                self.cache.withdraw(block)
+        if last > len(blocks):
+            new = self.gpu.allocate(last - len(blocks))
+            for index in range(len(blocks), last):
+                self._batches.changed(table, index)
+            blocks += new
+            self.history.add("append", table.seq_id, new)
+        table.writable_until = len(blocks) * block_size
+        return pairs
+
+    def _check_step(self, attention: list[BlockTable]) -> None:
+        """Raise unless `step` will find the blocks it needs, those that the window frees included."""
+        needed = self._blocks_needed([(table, table.num_tokens + 1) for table in attention])
+        available = self.gpu.num_free
+        if needed > available and self.config.sliding_window is not None:
+            droppers: dict[int, int] = {}
+            for table in attention:
+                last = self._num_droppable(table.num_tokens)
+                for block in table.blocks[table.num_dropped : last]:
+                    droppers[block] = droppers.get(block, 0) + 1
+                    available += droppers[block] == self.gpu.ref_counts[block]
+        if needed > available:
+            raise NoFreeBlocksError(needed, available, f"{len(attention)} sequences of the step")
+
+    # How it is done: sharing
+
+    def _share(self, table: BlockTable, child: SequenceLike) -> None:
+        twin = table.fork(child, -(-table.num_tokens // self.config.block_size))
+        if self.cache:
+            assert table.chain is not None
+            hasher = self.cache.hasher
+            if hasher.chain_of(child).root is not table.chain.root:
+                raise ValueError(
+                    f"salt or extra_key of sequence {child.seq_id!r} is not that of "
+                    f"{table.seq_id!r}"
+                )
+            twin.chain = table.chain.copy()
+            hasher.keep(child, twin.chain)
+        ref_counts = self.gpu.ref_counts
+        for block in twin.held():
+            ref_counts[block] += 1
+        table.writable_until = twin.writable_until = 0
+        self.tables[twin.seq_id] = twin
+        self.history.add("fork", twin.seq_id, twin.blocks)
+
+    # How it is done: publishing and the window
+
+    def _settle(self, table: BlockTable) -> None:
+        """Publish what has been computed, then drop what is behind the window."""
+        if table.parent is not None:
+            self._publish(table)
+        last = self._num_droppable(table.num_computed)
+        if last > table.num_dropped:
+            released = table.blocks[table.num_dropped : last]
+            for index in range(table.num_dropped, last):
+                table.blocks[index] = DROPPED
+                self._batches.changed(table, index)
+            table.num_dropped = last
+            self._release(released)
+            self.history.add("drop", table.seq_id, released)
+        self._schedule_work(table)
+
+    def _publish(self, table: BlockTable) -> None:
+        assert self.cache is not None
+        assert table.chain is not None
+        full = table.num_computed // self.config.block_size
+        chain, parent = table.chain, table.parent
+        self.cache.hasher.extend(chain, table.seq.token_ids, full)
+        if parent is not None and not parent.is_live:
+            # The content was forgotten although this sequence has it: another one's block had
+            # been published in its place. Offer these blocks from the start.
+            table.num_published = 0
+            parent = chain.root if table.num_dropped == 0 else None
+        if parent is None:
+            table.parent = None
+            return
+        for index in range(table.num_published, full):
+            parent = self.cache.publish(
+                table.blocks[index], parent, chain.digests[index], chain.tokens[index]
+            )
+        table.parent = parent
+        table.num_published = full
+
+    def _unpublish(self, table: BlockTable, full: int) -> None:
+        """Go back to `full` published blocks; the partial one behind them will be written again."""
+        assert self.cache is not None
+        assert table.chain is not None
+        table.chain.truncate(full)
+        ref_counts, tail = self.gpu.ref_counts, table.blocks[full:]
+        if tail and ref_counts[tail[0]] == 1 and self.cache.entry_of(tail[0]) is not None:
+            for block in reversed(tail):  # what follows a forgotten block cannot be found either
+                if ref_counts[block] == 1:
+                    self.cache.withdraw(block)
+        while table.num_published > full and table.parent is not None:
+            table.num_published -= 1
+            table.parent = table.parent.parent
+            if table.parent is None:  # forgotten: offer these blocks from the start again
+                table.num_published = 0
+                table.parent = table.chain.root if table.num_dropped == 0 else None
+
+    def _num_droppable(self, num_computed: int) -> int:
+        """Leading blocks that no query after `num_computed` tokens can see."""
+        window = self.config.sliding_window
+        if window is None:
+            return 0
+        return max(0, num_computed - window + 1) // self.config.block_size
+
+    def _schedule_work(self, table: BlockTable) -> None:
+        """Set the number of computed tokens from which `_settle` has something to do."""
+        block_size, window = self.config.block_size, self.config.sliding_window
+        work_at = NEVER
+        if table.parent is not None:
+            work_at = (table.num_published + 1) * block_size
+        if window is not None:
+            work_at = min(work_at, (table.num_dropped + 1) * block_size + window - 1)
+        table.work_at = work_at
+
+    def _release(self, blocks: list[int]) -> None:
+        """Free a run of a table: with caching tail first, so that a head outlives its tail."""
+        self.gpu.free(blocks[::-1] if self.cache else blocks)
+
+    # How it is done: finding
+
+    def _table(self, seq: SequenceLike) -> BlockTable:
+        table = self.tables.get(seq.seq_id)
+        if table is None:
+            raise self._missing(seq)
+        return table
+
+    def _missing(self, seq: SequenceLike) -> PagedError:
+        if seq.seq_id in self.swapped:
+            return NotOnGpuError(f"sequence {seq.seq_id!r} is swapped out; swap it in first")
+        last = self.history.last_of_sequence(seq.seq_id)
+        known = f"; last operation: {last}" if last else ""
+        return NotAllocatedError(f"sequence {seq.seq_id!r} holds no blocks{known}")
+
+    def _without_slot(self, seq: SequenceLike, table: BlockTable) -> ValueError:
+        return ValueError(
+            f"sequence {seq.seq_id!r} has {len(seq)} tokens and slots for {table.num_tokens}; "
+            f"call append_slots first"
+        )
+
+    @staticmethod
+    def _checked_lens(
+        name: str, lens: ListLike[int], seqs: ListLike[SequenceLike]
+    ) -> ListLike[int]:
+        if len(lens) != len(seqs):
+            raise ValueError(f"{name} has {len(lens)} entries for {len(seqs)} sequences")
+        for value in lens:
+            check_int(name, value, minimum=0)
+        return lens
+
+
+def _append_tokens(seqs: ListLike[SequenceLike], tokens: list[int]) -> None:
+    """Append one token to each sequence, or to none when one of them raises."""
+    done = 0
+    try:
+        for seq, token in zip(seqs, tokens, strict=True):
+            seq.append_token(token)
+            done += 1
+    except BaseException:
+        for seq in seqs[:done]:
+            del seq.token_ids[-1:]
+        raise

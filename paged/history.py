@@ -1,0 +1,33 @@
+"""The last operations on blocks, so that an error can say who had a block and what became of it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+
+class Operation(NamedTuple):
+    name: str
+    seq_id: Any
+    blocks: Sequence[int]
+
+    def __str__(self) -> str:
+        shown = ", ".join(map(str, self.blocks[:4])) + (", ..." if len(self.blocks) > 4 else "")
+        return f"{self.name} by sequence {self.seq_id!r} (blocks [{shown}])"
+
+
+class History:
+    """A ring of operations: constant cost per operation, searched only when an error is written."""
+
+    def __init__(self, length: int = 4096) -> None:
+        self._operations: deque[Operation] = deque(maxlen=length)
+
+    def add(self, name: str, seq_id: Any, blocks: Sequence[int]) -> None:
+        self._operations.append(Operation(name, seq_id, blocks))
+
+    def last_of_sequence(self, seq_id: Any) -> Operation | None:
+        return next((o for o in reversed(self._operations) if o.seq_id == seq_id), None)
+
+    def last_of_block(self, block: int) -> Operation | None:
+        return next((o for o in reversed(self._operations) if block in o.blocks), None)

@@ -1,0 +1,114 @@
+"""Which content is in which block: found by digest, proven by comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import WeakValueDictionary
+
+_DEAD = -1
+
+
+class Entry:
+    """One published block: its tokens, after exactly the blocks that its parents stand for.
+
+    Two entries are the same content when their tokens are equal and their parents are the same
+    object; by induction all earlier tokens, the salt and the extra key are then equal as well.
+    A digest only says where to look, so a bad hash costs time and never correctness.
+    """
+
+    __slots__ = ("__weakref__", "block", "digest", "next", "parent", "tokens")
+
+    def __init__(self, parent: Entry | None, digest: bytes, tokens: bytes, block: int) -> None:
+        self.parent = parent  # None: a root, or dead
+        self.digest = digest
+        self.tokens = tokens
+        self.block = block
+        self.next: Entry | None = None  # another entry of the same digest
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a lookup can still find this entry (roots can always be found)."""
+        return self.block != _DEAD
+
+
+class PrefixIndex:
+    """All live entries by digest."""
+
+    def __init__(self) -> None:
+        self._by_digest: dict[bytes, Entry] = {}
+        # Held by the entries and chains below them: a salt that is no longer used costs nothing.
+        self._roots: WeakValueDictionary[bytes, Entry] = WeakValueDictionary()
+        self.version = 0  # changes whenever a lookup may answer differently
+
+    def root(self, key: bytes) -> Entry | None:
+        return self._roots.get(key)
+
+    def add_root(self, key: bytes, digest: bytes) -> Entry:
+        root = self._roots[key] = Entry(None, digest, b"", block=0)
+        return root
+
+    def find(self, parent: Entry, digest: bytes, tokens: bytes) -> Entry | None:
+        """The entry of these tokens under that very parent."""
+        entry = self._by_digest.get(digest)
+        while entry is not None and not (entry.parent is parent and entry.tokens == tokens):
+            entry = entry.next
+        return entry
+
+    def walk(self, root: Entry, digests: Sequence[bytes], tokens: Sequence[bytes]) -> list[Entry]:
+        """The entries of the longest known prefix of a chain."""
+        found: list[Entry] = []
+        get, parent = self._by_digest.get, root
+        for digest, block_tokens in zip(digests, tokens, strict=True):
+            entry = get(digest)
+            while entry is not None and not (
+                entry.parent is parent and entry.tokens == block_tokens
+            ):
+                entry = entry.next
+            if entry is None:
+                break
+            found.append(entry)
+            parent = entry
+        return found
+
+    def add(self, parent: Entry, digest: bytes, tokens: bytes, block: int) -> Entry:
+        entry = Entry(parent, digest, tokens, block)
+        entry.next = self._by_digest.get(digest)
+        self._by_digest[digest] = entry
+        self.version += 1
+        return entry
+
+    def remove(self, entry: Entry) -> None:
+        """Forget an entry. Those below it stay and can no longer be found."""
+        head = self._by_digest[entry.digest]
+        if head is not entry:
+            while head.next is not entry:
+                assert head.next is not None
+                head = head.next
+            head.next = entry.next
+        elif entry.next is not None:
+            self._by_digest[entry.digest] = entry.next
+        else:
+            del self._by_digest[entry.digest]
+        self._kill(entry)
+        self.version += 1
+
+    def clear(self) -> None:
+        for entry in self.entries():
+            self._kill(entry)
+        self._by_digest.clear()
+        self.version += 1
+
+    def entries(self) -> list[Entry]:
+        """Every live entry."""
+        found = []
+        for entry in self._by_digest.values():
+            link: Entry | None = entry
+            while link is not None:
+                found.append(link)
+                link = link.next
+        return found
+
+    @staticmethod
+    def _kill(entry: Entry) -> None:
+        entry.block = _DEAD
+        entry.parent = entry.next = None  # a dead entry keeps no other alive

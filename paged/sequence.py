@@ -1,0 +1,134 @@
+"""Token sequences as the manager sees them, and groups of sequences that share a prompt."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Iterable
+from typing import Any, Protocol
+
+TOKEN_MIN, TOKEN_MAX = -(2**31), 2**31 - 1
+
+
+class SequenceLike(Protocol):
+    """What the manager needs of a sequence; any object with these serves.
+
+    Tokens change only through `append_token` and through the manager (`step`, `trim`): the
+    manager keeps digests of what it has seen.
+    """
+
+    seq_id: Any
+    token_ids: list[int]
+
+    def append_token(self, token: int) -> None: ...
+    def __len__(self) -> int: ...
+
+
+class Sequence:
+    """The tokens of one request, prompt and generated alike.
+
+    seq_id            hashable name, unique among live sequences
+    prompt_token_ids  ints (numpy ones too) in [-2**31, 2**31)
+    salt, extra_key   None, int, str, bytes or a tuple of these: sequences share cached blocks
+                      only when both are equal (a tenant's secret; an adapter, an image)
+    """
+
+    __slots__ = ("digests", "extra_key", "salt", "seq_id", "token_ids")
+
+    def __init__(
+        self,
+        seq_id: Hashable,
+        prompt_token_ids: Iterable[int],
+        *,
+        salt: Any = None,
+        extra_key: Any = None,
+    ) -> None:
+        self.seq_id = seq_id
+        self.token_ids = checked_tokens(prompt_token_ids)
+        self.salt = salt
+        self.extra_key = extra_key
+        self.digests: Any = None  # the manager's place for block digests: computed once, kept here
+
+    def append_token(self, token: int) -> None:
+        """Add one generated token."""
+        if type(token) is not int or not TOKEN_MIN <= token <= TOKEN_MAX:
+            (token,) = checked_tokens((token,))
+        self.token_ids.append(token)
+
+    def fork(self, seq_id: Hashable) -> Sequence:
+        """A new sequence with equal tokens, to be passed to `BlockSpaceManager.fork`."""
+        child = Sequence(seq_id, (), salt=self.salt, extra_key=self.extra_key)
+        child.token_ids = self.token_ids.copy()
+        return child
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(map(str, self.token_ids[:8]))
+        more = f", ... {len(self)} tokens" if len(self) > 8 else ""
+        keys = "".join(
+            f", {name}={value!r}"
+            for name, value in (("salt", self.salt), ("extra_key", self.extra_key))
+            if value is not None
+        )
+        return f"Sequence({self.seq_id!r}, [{shown}{more}]{keys})"
+
+
+class SequenceGroup:
+    """One request: sequences that start from the same prompt and are admitted together.
+
+    arrival_time in seconds on any clock; a lower priority number is more urgent.
+    """
+
+    __slots__ = ("arrival_time", "priority", "request_id", "seqs")
+
+    def __init__(
+        self,
+        request_id: Hashable,
+        seqs: Iterable[SequenceLike],
+        *,
+        arrival_time: float = 0.0,
+        priority: int = 0,
+    ) -> None:
+        self.request_id = request_id
+        self.seqs = list(seqs)
+        self.arrival_time = arrival_time
+        self.priority = priority
+        if not self.seqs:
+            raise ValueError(f"seqs of group {request_id!r} is empty; it must hold a sequence")
+        ids = [seq.seq_id for seq in self.seqs]
+        if len(set(ids)) != len(ids):
+            raise ValueError(f"seqs of group {request_id!r} repeats a seq_id: {ids}")
+
+    def __repr__(self) -> str:
+        ids = [seq.seq_id for seq in self.seqs]
+        return f"SequenceGroup({self.request_id!r}, seq_ids={ids}, priority={self.priority})"
+
+
+def members(seq_or_group: SequenceLike | SequenceGroup) -> list[SequenceLike]:
+    """The sequences of a group, or the one sequence itself."""
+    if isinstance(seq_or_group, SequenceGroup):
+        return seq_or_group.seqs
+    return [seq_or_group]
+
+
+def checked_tokens(tokens: Iterable[int]) -> list[int]:
+    """Tokens as a list of plain ints; TypeError or ValueError names the first that is none."""
+    tokens = list(tokens)
+    try:
+        packed = array("i", tokens)
+    except (TypeError, OverflowError, ValueError):
+        packed = None
+    if packed is None or bool in set(map(type, tokens)):
+        for position, token in enumerate(tokens):
+            _check_token(token, position)
+        raise TypeError("tokens could not be read as 32-bit ints")
+    return packed.tolist()
+
+
+def _check_token(token: Any, position: int) -> None:
+    wanted = "tokens must be ints in [-2**31, 2**31)"
+    if isinstance(token, bool) or not hasattr(token, "__index__"):
+        raise TypeError(f"token {token!r} at position {position} is no int; {wanted}")
+    if not TOKEN_MIN <= int(token) <= TOKEN_MAX:
+        raise ValueError(f"token {token!r} at position {position} is out of range; {wanted}")
