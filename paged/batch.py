@@ -130,6 +130,15 @@ class BatchBuilder:
             if table is not None:
                 self._rows.give_back(table)
 
+    def prepare(self, device: Any = "cpu") -> None:
+        """Raise whatever a missing library or device raises, before anything is changed."""
+        if self._rows is None:
+            self._rows = _Rows()
+        if device != "cpu":
+            import torch
+
+            torch.empty(0, device=device)
+
     def build(
         self,
         tables: Sequence[BlockTable],
@@ -141,8 +150,8 @@ class BatchBuilder:
         """The batch of these tables. query_lens None: one query token each."""
         import numpy as np
 
-        if self._rows is None:
-            self._rows = _Rows()
+        self.prepare()
+        assert self._rows is not None
         store, block_size, num_seqs = self._rows, self._block_size, len(tables)
         rows = store.update(tables, self._changes)
         self._changes.clear()

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from .allocators import BlockAllocator, NaiveBlockAllocator, PrefixCachingBlockAllocator
 from .batch import BatchBuilder
-from .block_table import DROPPED, NEVER, BlockTable
-from .config import CacheConfig, check_int
+from .block_table import BlockTable
+from .config import CacheConfig
 from .errors import (
     AlreadyAllocatedError,
     NoFreeBlocksError,
@@ -25,9 +25,11 @@ from .errors import (
 )
 from .history import History
 from .invariants import check_invariants
-from .sequence import SequenceGroup, SequenceLike, checked_tokens, members
+from .retention import Retention
+from .sequence import SequenceGroup, SequenceLike, as_count, checked_tokens, members
 from .snapshot import snapshot
 from .stats import CacheStats, PrefixCounter, collect_stats
+from .swap import distinct_blocks, move
 
 if TYPE_CHECKING:
     from .batch import Batch
@@ -82,6 +84,7 @@ class BlockSpaceManager:
         self.history = History()
         self.prefix_counter = PrefixCounter()
         self._batches = BatchBuilder(config.block_size)
+        self._retention = Retention(config, self.gpu, self.cache, self._batches, self.history)
 
     # Admission
 
@@ -93,7 +96,7 @@ class BlockSpaceManager:
         Cached prefix blocks are counted as there. While any sequence holds GPU blocks,
         int(watermark * pool) blocks are left free.
         """
-        check_int("num_lookahead_slots", num_lookahead_slots, minimum=0)
+        num_lookahead_slots = as_count("num_lookahead_slots", num_lookahead_slots)
         status, _, _, _ = self._admission(members(seq_or_group), num_lookahead_slots)
         return status
 
@@ -120,7 +123,7 @@ class BlockSpaceManager:
             table.num_published = len(hits)
             table.num_cached = table.num_computed = len(hits) * self.config.block_size
             self.prefix_counter.add(seqs, table.num_cached)
-        self._schedule_work(table)
+        self._retention.schedule(table)
         self.tables[table.seq_id] = table
         self.history.add("allocate", table.seq_id, blocks)
         for other in seqs[1:]:
@@ -141,7 +144,7 @@ class BlockSpaceManager:
         self, seq_or_group: SequenceLike | SequenceGroup, num_lookahead_slots: int = 0
     ) -> bool:
         """Whether `append_slots` would succeed now, for a group one sequence after the other."""
-        check_int("num_lookahead_slots", num_lookahead_slots, minimum=0)
+        num_lookahead_slots = as_count("num_lookahead_slots", num_lookahead_slots)
         wanted = []
         for seq in members(seq_or_group):
             table = self.tables.get(seq.seq_id)
@@ -160,10 +163,11 @@ class BlockSpaceManager:
         table = self.tables.get(seq.seq_id)
         if table is None:
             raise self._missing(seq)
-        num_tokens = len(seq)
-        target = num_tokens + num_lookahead_slots
-        if target > table.writable_until or num_tokens < table.num_tokens or target < num_tokens:
-            check_int("num_lookahead_slots", num_lookahead_slots, minimum=0)
+        num_tokens = target = len(seq)
+        if num_lookahead_slots:
+            target += as_count("num_lookahead_slots", num_lookahead_slots)
+        pairs: Pairs = []
+        if target > table.writable_until or num_tokens < table.num_tokens:
             if num_tokens < table.num_tokens:
                 raise ValueError(
                     f"sequence {seq.seq_id!r} has {num_tokens} tokens and slots for "
@@ -173,8 +177,6 @@ class BlockSpaceManager:
             if needed > self.gpu.num_free:
                 raise NoFreeBlocksError(needed, self.gpu.num_free, f"sequence {seq.seq_id!r}")
             pairs = self._grow(table, target)
-        else:
-            pairs = []
         table.num_tokens = num_tokens
         return pairs
 
@@ -186,6 +188,7 @@ class BlockSpaceManager:
         The hot path: `mark_computed` of all earlier tokens, `append_token`, `append_slots` and
         `build_batch` in one call, all or nothing. Returns the copies and the batch.
         """
+        self._batches.prepare(device)
         tokens = checked_tokens(tokens)
         if len(tokens) != len(seqs):
             raise ValueError(f"tokens has {len(tokens)} tokens for {len(seqs)} sequences")
@@ -212,7 +215,7 @@ class BlockSpaceManager:
         for table in attention:
             table.num_computed = table.num_tokens
             if table.num_computed >= table.work_at:
-                self._settle(table)
+                self._retention.settle(table)
         for table in attention:
             if table.num_tokens >= table.writable_until:
                 pairs += self._grow(table, table.num_tokens + 1)
@@ -237,6 +240,7 @@ class BlockSpaceManager:
                 f"child {child.seq_id!r} has {len(child)} tokens, parent {parent.seq_id!r} "
                 f"{len(parent)}; they must be equal"
             )
+        self._check_keys(parent, child)
         self._share(table, child)
 
     def trim(self, seq: SequenceLike, num_tokens: int) -> None:
@@ -247,11 +251,13 @@ class BlockSpaceManager:
         block that was dropped behind the sliding window.
         """
         table = self._table(seq)
-        check_int("num_tokens", num_tokens, minimum=0)
+        num_tokens = as_count("num_tokens", num_tokens)
         if num_tokens > len(seq):
             raise ValueError(f"num_tokens is {num_tokens}; sequence {seq.seq_id!r} has {len(seq)}")
         block_size = self.config.block_size
-        if table.num_dropped > self._num_droppable(num_tokens):
+        full, keep = num_tokens // block_size, -(-num_tokens // block_size)
+        num_dropped = min(table.num_dropped, keep)
+        if num_dropped > self._retention.num_droppable(num_tokens):
             raise ValueError(
                 f"num_tokens is {num_tokens}; sequence {seq.seq_id!r} would need a block that was "
                 f"dropped: its first {table.num_dropped * block_size} tokens are behind the window"
@@ -259,14 +265,14 @@ class BlockSpaceManager:
         del seq.token_ids[num_tokens:]
         table.num_tokens = min(table.num_tokens, num_tokens)
         table.num_computed = min(table.num_computed, num_tokens)
-        full, keep = num_tokens // block_size, -(-num_tokens // block_size)
-        released = table.blocks[keep:]
+        released = table.blocks[max(keep, table.num_dropped) :]
         if self.cache:
-            self._unpublish(table, full)
+            self._retention.unpublish(table, full)
         del table.blocks[keep:]
-        self._release(released)
+        table.num_dropped = num_dropped
+        self._retention.release(released)
         table.writable_until = 0
-        self._schedule_work(table)
+        self._retention.schedule(table)
         self.history.add("trim", table.seq_id, released)
 
     # Content
@@ -280,15 +286,17 @@ class BlockSpaceManager:
         table = self.tables.get(seq.seq_id)
         if table is None:
             raise self._missing(seq)
-        if not 0 <= num_tokens <= table.num_tokens:
+        if type(num_tokens) is not int or num_tokens < 0:
+            num_tokens = as_count("num_tokens", num_tokens)
+        if num_tokens > table.num_tokens:
             raise ValueError(
                 f"num_tokens is {num_tokens}; sequence {seq.seq_id!r} has slots for "
                 f"{table.num_tokens} tokens"
             )
-        if num_tokens > table.num_computed:
+        if num_tokens >= table.num_computed:
             table.num_computed = num_tokens
             if num_tokens >= table.work_at:
-                self._settle(table)
+                self._retention.settle(table)
 
     def reset_prefix_cache(self) -> None:
         """Forget all shareable content, also what live sequences have: they go on unshared."""
@@ -297,14 +305,66 @@ class BlockSpaceManager:
         self.cache.reset()
         for table in (*self.tables.values(), *self.swapped.values()):
             table.parent = None
-            self._schedule_work(table)
+            self._retention.schedule(table)
+
+    # Two tiers
+
+    def can_swap_out(self, seq_or_group: SequenceLike | SequenceGroup) -> bool:
+        """Whether the group is on the GPU and the CPU pool has a block for each of its blocks."""
+        tables = [self.tables.get(seq.seq_id) for seq in members(seq_or_group)]
+        on_gpu = [table for table in tables if table is not None]
+        num_blocks = len(distinct_blocks(on_gpu, self.config.block_size))
+        return len(on_gpu) == len(tables) and num_blocks <= self.cpu.num_free
+
+    def swap_out(self, seq_or_group: SequenceLike | SequenceGroup) -> Pairs:
+        """Move a group to the CPU pool: (GPU block, CPU block) for each distinct block.
+
+        Published blocks stay cached. The copies come first in a step, so the GPU blocks can be
+        given to others at once.
+        """
+        tables = [self._table(seq) for seq in members(seq_or_group)]
+        num_blocks = len(distinct_blocks(tables, self.config.block_size))
+        if num_blocks > self.cpu.num_free:
+            raise NoFreeBlocksError(num_blocks, self.cpu.num_free, "CPU pool")
+        held = [table.held() for table in tables]
+        pairs = move(tables, self.gpu, self.cpu, self.config.block_size)
+        for table, blocks in zip(tables, held, strict=True):
+            self._retention.release(blocks)
+            self._batches.forget(table)
+            self.swapped[table.seq_id] = self.tables.pop(table.seq_id)
+            self.history.add("swap out", table.seq_id, blocks)
+        return pairs
+
+    def can_swap_in(self, seq_or_group: SequenceLike | SequenceGroup) -> AllocStatus:
+        """As `can_allocate`, watermark included, for a group that is swapped out."""
+        tables = [self._swapped_table(seq) for seq in members(seq_or_group)]
+        num_blocks = len(distinct_blocks(tables, self.config.block_size))
+        return self._admit(num_blocks, num_blocks, self.gpu.num_free)
+
+    def swap_in(self, seq_or_group: SequenceLike | SequenceGroup) -> Pairs:
+        """Move a group back: (CPU block, GPU block) for each distinct block.
+
+        NoFreeBlocksError exactly when `can_swap_in` is not OK.
+        """
+        tables = [self._swapped_table(seq) for seq in members(seq_or_group)]
+        num_blocks = len(distinct_blocks(tables, self.config.block_size))
+        if self.can_swap_in(seq_or_group) is not AllocStatus.OK:
+            raise NoFreeBlocksError(num_blocks, max(0, self.gpu.num_free - self._num_reserved()))
+        held = [table.held() for table in tables]
+        pairs = move(tables, self.cpu, self.gpu, self.config.block_size)
+        for table, blocks in zip(tables, held, strict=True):
+            self.cpu.free(blocks)
+            table.writable_until = 0
+            self.tables[table.seq_id] = self.swapped.pop(table.seq_id)
+            self.history.add("swap in", table.seq_id, table.held())
+        return pairs
 
     # The end, and looking
 
     def free(self, seq: SequenceLike) -> None:
         """Give back every block of a sequence, on the GPU or swapped out."""
         if (table := self.tables.pop(seq.seq_id, None)) is not None:
-            self._release(table.held())
+            self._retention.release(table.held())
             self._batches.forget(table)
         elif (table := self.swapped.pop(seq.seq_id, None)) is not None:
             self.cpu.free(table.held())
@@ -339,18 +399,19 @@ class BlockSpaceManager:
             seq_lens.append(len(seq))
         if len(set(tables)) != len(tables):
             raise ValueError("seqs names a sequence twice")
-        if query_lens is not None or context_lens is not None:
-            query_lens = self._checked_lens("query_lens", query_lens or [1] * len(seqs), seqs)
-            if context_lens is not None:
-                context_lens = self._checked_lens("context_lens", context_lens, seqs)
-                ends = [c + q for c, q in zip(context_lens, query_lens, strict=True)]
-                for seq, end, length in zip(seqs, ends, seq_lens, strict=True):
-                    if end > length:
-                        raise ValueError(
-                            f"context_lens + query_lens is {end} for sequence {seq.seq_id!r}, "
-                            f"which has {length} tokens"
-                        )
-                seq_lens = ends
+        if query_lens is not None:
+            query_lens = _checked_lens("query_lens", query_lens, len(seqs))
+        if context_lens is not None:
+            context_lens = _checked_lens("context_lens", context_lens, len(seqs))
+            query_lens = [1] * len(seqs) if query_lens is None else query_lens
+            ends = [c + q for c, q in zip(context_lens, query_lens, strict=True)]
+            for seq, end, length in zip(seqs, ends, seq_lens, strict=True):
+                if end > length:
+                    raise ValueError(
+                        f"context_lens + query_lens is {end} for sequence {seq.seq_id!r}, which "
+                        f"has {length} tokens"
+                    )
+            seq_lens = ends
         for index, (table, seq_len) in enumerate(zip(tables, seq_lens, strict=True)):
             query_len = 1 if query_lens is None else query_lens[index]
             first = seq_len - query_len
@@ -393,8 +454,12 @@ class BlockSpaceManager:
         first, block_size = seqs[0], self.config.block_size
         for seq in seqs:
             self._check_new(seq)
-            if seq is not first and seq.token_ids != first.token_ids:
-                raise ValueError(f"sequences {first.seq_id!r} and {seq.seq_id!r} of a group differ")
+            if seq is not first:
+                if seq.token_ids != first.token_ids:
+                    raise ValueError(
+                        f"sequences {first.seq_id!r} and {seq.seq_id!r} of a group differ"
+                    )
+                self._check_keys(first, seq)
         full = len(first) // block_size
         blocks_each = -(-(len(first) + num_lookahead_slots) // block_size)
         # Lookahead slots are written, so every sequence but one needs its own last blocks.
@@ -408,13 +473,28 @@ class BlockSpaceManager:
             # The last token is always computed: its query gives the next token.
             hits = self.cache.lookup(chain, max(0, len(first) - 1) // block_size)
         num_new = total - len(hits)
+        num_free = self.gpu.num_free
+        if self.cache:
+            num_free -= self.cache.num_unreferenced(hits)
+        status = self._admit(total, num_new, num_free)
+        return status, hits, num_new, max(0, num_free - self._num_reserved())
+
+    def _admit(self, total: int, num_new: int, num_free: int) -> AllocStatus:
+        """Whether `num_new` of `total` blocks can be taken from `num_free`."""
         if total > self.gpu.num_blocks:
-            return AllocStatus.NEVER, hits, num_new, self.gpu.num_free
-        available = self.gpu.num_free - self._num_reserved()
-        if hits and self.cache:
-            available -= self.cache.num_unreferenced(hits)
-        status = AllocStatus.OK if num_new <= max(0, available) else AllocStatus.LATER
-        return status, hits, num_new, max(0, available)
+            return AllocStatus.NEVER
+        if num_new > max(0, num_free - self._num_reserved()):
+            return AllocStatus.LATER
+        return AllocStatus.OK
+
+    def _check_keys(self, seq: SequenceLike, other: SequenceLike) -> None:
+        """Raise unless the two may share cached blocks."""
+        if self.cache is not None:
+            chain_of = self.cache.hasher.chain_of
+            if chain_of(seq).root is not chain_of(other).root:
+                raise ValueError(
+                    f"salt or extra_key of sequences {seq.seq_id!r} and {other.seq_id!r} differ"
+                )
 
     def _num_reserved(self) -> int:
         """Blocks that admission leaves free: none when nothing runs, so that all can be used."""
@@ -476,7 +556,7 @@ class BlockSpaceManager:
         if needed > available and self.config.sliding_window is not None:
             droppers: dict[int, int] = {}
             for table in attention:
-                last = self._num_droppable(table.num_tokens)
+                last = self._retention.num_droppable(table.num_tokens)
                 for block in table.blocks[table.num_dropped : last]:
                     droppers[block] = droppers.get(block, 0) + 1
                     available += droppers[block] == self.gpu.ref_counts[block]
@@ -487,98 +567,15 @@ class BlockSpaceManager:
 
     def _share(self, table: BlockTable, child: SequenceLike) -> None:
         twin = table.fork(child, -(-table.num_tokens // self.config.block_size))
-        if self.cache:
-            assert table.chain is not None
-            hasher = self.cache.hasher
-            if hasher.chain_of(child).root is not table.chain.root:
-                raise ValueError(
-                    f"salt or extra_key of sequence {child.seq_id!r} is not that of "
-                    f"{table.seq_id!r}"
-                )
+        if self.cache and table.chain:
             twin.chain = table.chain.copy()
-            hasher.keep(child, twin.chain)
+            self.cache.hasher.keep(child, twin.chain)
         ref_counts = self.gpu.ref_counts
         for block in twin.held():
             ref_counts[block] += 1
         table.writable_until = twin.writable_until = 0
         self.tables[twin.seq_id] = twin
         self.history.add("fork", twin.seq_id, twin.blocks)
-
-    # How it is done: publishing and the window
-
-    def _settle(self, table: BlockTable) -> None:
-        """Publish what has been computed, then drop what is behind the window."""
-        if table.parent is not None:
-            self._publish(table)
-        last = self._num_droppable(table.num_computed)
-        if last > table.num_dropped:
-            released = table.blocks[table.num_dropped : last]
-            for index in range(table.num_dropped, last):
-                table.blocks[index] = DROPPED
-                self._batches.changed(table, index)
-            table.num_dropped = last
-            self._release(released)
-            self.history.add("drop", table.seq_id, released)
-        self._schedule_work(table)
-
-    def _publish(self, table: BlockTable) -> None:
-        assert self.cache is not None
-        assert table.chain is not None
-        full = table.num_computed // self.config.block_size
-        chain, parent = table.chain, table.parent
-        self.cache.hasher.extend(chain, table.seq.token_ids, full)
-        if parent is not None and not parent.is_live:
-            # The content was forgotten although this sequence has it: another one's block had
-            # been published in its place. Offer these blocks from the start.
-            table.num_published = 0
-            parent = chain.root if table.num_dropped == 0 else None
-        if parent is None:
-            table.parent = None
-            return
-        for index in range(table.num_published, full):
-            parent = self.cache.publish(
-                table.blocks[index], parent, chain.digests[index], chain.tokens[index]
-            )
-        table.parent = parent
-        table.num_published = full
-
-    def _unpublish(self, table: BlockTable, full: int) -> None:
-        """Go back to `full` published blocks; the partial one behind them will be written again."""
-        assert self.cache is not None
-        assert table.chain is not None
-        table.chain.truncate(full)
-        ref_counts, tail = self.gpu.ref_counts, table.blocks[full:]
-        if tail and ref_counts[tail[0]] == 1 and self.cache.entry_of(tail[0]) is not None:
-            for block in reversed(tail):  # what follows a forgotten block cannot be found either
-                if ref_counts[block] == 1:
-                    self.cache.withdraw(block)
-        while table.num_published > full and table.parent is not None:
-            table.num_published -= 1
-            table.parent = table.parent.parent
-            if table.parent is None:  # forgotten: offer these blocks from the start again
-                table.num_published = 0
-                table.parent = table.chain.root if table.num_dropped == 0 else None
-
-    def _num_droppable(self, num_computed: int) -> int:
-        """Leading blocks that no query after `num_computed` tokens can see."""
-        window = self.config.sliding_window
-        if window is None:
-            return 0
-        return max(0, num_computed - window + 1) // self.config.block_size
-
-    def _schedule_work(self, table: BlockTable) -> None:
-        """Set the number of computed tokens from which `_settle` has something to do."""
-        block_size, window = self.config.block_size, self.config.sliding_window
-        work_at = NEVER
-        if table.parent is not None:
-            work_at = (table.num_published + 1) * block_size
-        if window is not None:
-            work_at = min(work_at, (table.num_dropped + 1) * block_size + window - 1)
-        table.work_at = work_at
-
-    def _release(self, blocks: list[int]) -> None:
-        """Free a run of a table: with caching tail first, so that a head outlives its tail."""
-        self.gpu.free(blocks[::-1] if self.cache else blocks)
 
     # How it is done: finding
 
@@ -601,15 +598,11 @@ class BlockSpaceManager:
             f"call append_slots first"
         )
 
-    @staticmethod
-    def _checked_lens(
-        name: str, lens: ListLike[int], seqs: ListLike[SequenceLike]
-    ) -> ListLike[int]:
-        if len(lens) != len(seqs):
-            raise ValueError(f"{name} has {len(lens)} entries for {len(seqs)} sequences")
-        for value in lens:
-            check_int(name, value, minimum=0)
-        return lens
+
+def _checked_lens(name: str, lens: ListLike[int], num_seqs: int) -> list[int]:
+    if len(lens) != num_seqs:
+        raise ValueError(f"{name} has {len(lens)} entries for {num_seqs} sequences")
+    return [as_count(name, value) for value in lens]
 
 
 def _append_tokens(seqs: ListLike[SequenceLike], tokens: list[int]) -> None:

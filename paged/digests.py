@@ -13,7 +13,7 @@ from typing import Any
 
 from .config import HashFn
 from .prefix_index import Entry, PrefixIndex
-from .sequence import SequenceLike
+from .sequence import SequenceLike, checked_tokens
 
 _TOKEN_BYTES = array("i").itemsize
 
@@ -105,7 +105,10 @@ class Hasher:
 
 def pack(token_ids: list[int]) -> bytes:
     """Tokens as int32: equal bytes exactly for equal tokens, numpy ints included."""
-    return array("i", token_ids).tobytes()
+    try:
+        return array("i", token_ids).tobytes()
+    except (TypeError, OverflowError):
+        return array("i", checked_tokens(token_ids)).tobytes()  # raises, naming the token
 
 
 def _default_hash_fn() -> HashFn:

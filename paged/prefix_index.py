@@ -16,19 +16,42 @@ class Entry:
     A digest only says where to look, so a bad hash costs time and never correctness.
     """
 
-    __slots__ = ("__weakref__", "block", "digest", "next", "parent", "tokens")
+    __slots__ = (
+        "__weakref__",
+        "block",
+        "child",
+        "digest",
+        "next_sibling",
+        "parent",
+        "previous_sibling",
+        "same_digest",
+        "tokens",
+    )
 
     def __init__(self, parent: Entry | None, digest: bytes, tokens: bytes, block: int) -> None:
         self.parent = parent  # None: a root, or dead
         self.digest = digest
         self.tokens = tokens
         self.block = block
-        self.next: Entry | None = None  # another entry of the same digest
+        self.same_digest: Entry | None = None  # the next entry of a list
+        self.child: Entry | None = None  # the first of a list linked both ways
+        self.next_sibling: Entry | None = None
+        self.previous_sibling: Entry | None = None
 
     @property
     def is_live(self) -> bool:
         """Whether a lookup can still find this entry (roots can always be found)."""
         return self.block != _DEAD
+
+    def descendants(self) -> list[Entry]:
+        """This entry and all below it, parents first."""
+        found = [self]
+        for entry in found:
+            child = entry.child
+            while child is not None:
+                found.append(child)
+                child = child.next_sibling
+        return found
 
 
 class PrefixIndex:
@@ -51,7 +74,7 @@ class PrefixIndex:
         """The entry of these tokens under that very parent."""
         entry = self._by_digest.get(digest)
         while entry is not None and not (entry.parent is parent and entry.tokens == tokens):
-            entry = entry.next
+            entry = entry.same_digest
         return entry
 
     def walk(self, root: Entry, digests: Sequence[bytes], tokens: Sequence[bytes]) -> list[Entry]:
@@ -63,7 +86,7 @@ class PrefixIndex:
             while entry is not None and not (
                 entry.parent is parent and entry.tokens == block_tokens
             ):
-                entry = entry.next
+                entry = entry.same_digest
             if entry is None:
                 break
             found.append(entry)
@@ -72,43 +95,46 @@ class PrefixIndex:
 
     def add(self, parent: Entry, digest: bytes, tokens: bytes, block: int) -> Entry:
         entry = Entry(parent, digest, tokens, block)
-        entry.next = self._by_digest.get(digest)
+        entry.same_digest = self._by_digest.get(digest)
         self._by_digest[digest] = entry
+        sibling = entry.next_sibling = parent.child
+        if sibling is not None:
+            sibling.previous_sibling = entry
+        parent.child = entry
         self.version += 1
         return entry
 
     def remove(self, entry: Entry) -> None:
-        """Forget an entry. Those below it stay and can no longer be found."""
+        """Forget an entry without children."""
+        parent, before, after = entry.parent, entry.previous_sibling, entry.next_sibling
+        if before is not None:
+            before.next_sibling = after
+        elif parent is not None:
+            parent.child = after
+        if after is not None:
+            after.previous_sibling = before
+
         head = self._by_digest[entry.digest]
         if head is not entry:
-            while head.next is not entry:
-                assert head.next is not None
-                head = head.next
-            head.next = entry.next
-        elif entry.next is not None:
-            self._by_digest[entry.digest] = entry.next
+            while head.same_digest is not entry:
+                assert head.same_digest is not None
+                head = head.same_digest
+            head.same_digest = entry.same_digest
+        elif entry.same_digest is not None:
+            self._by_digest[entry.digest] = entry.same_digest
         else:
             del self._by_digest[entry.digest]
-        self._kill(entry)
-        self.version += 1
 
-    def clear(self) -> None:
-        for entry in self.entries():
-            self._kill(entry)
-        self._by_digest.clear()
+        entry.block = _DEAD  # and a dead entry keeps no other alive:
+        entry.parent = entry.same_digest = entry.next_sibling = entry.previous_sibling = None
         self.version += 1
 
     def entries(self) -> list[Entry]:
         """Every live entry."""
         found = []
         for entry in self._by_digest.values():
-            link: Entry | None = entry
-            while link is not None:
-                found.append(link)
-                link = link.next
+            same: Entry | None = entry
+            while same is not None:
+                found.append(same)
+                same = same.same_digest
         return found
-
-    @staticmethod
-    def _kill(entry: Entry) -> None:
-        entry.block = _DEAD
-        entry.parent = entry.next = None  # a dead entry keeps no other alive

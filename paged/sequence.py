@@ -112,6 +112,15 @@ def members(seq_or_group: SequenceLike | SequenceGroup) -> list[SequenceLike]:
     return [seq_or_group]
 
 
+def as_count(name: str, value: Any) -> int:
+    """`value`, an int >= 0 of any kind but bool, as an int; errors name the argument."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} is {value!r}; it must be an int >= 0")
+    if value < 0:
+        raise ValueError(f"{name} is {value}; it must be an int >= 0")
+    return int(value)
+
+
 def checked_tokens(tokens: Iterable[int]) -> list[int]:
     """Tokens as a list of plain ints; TypeError or ValueError names the first that is none."""
     tokens = list(tokens)

@@ -57,14 +57,19 @@ class BlockAllocator(ABC):
         """One reference less for each block; those left without one return in the order given."""
         ref_counts = self.ref_counts
         released = []
-        for position, block in enumerate(blocks):
-            if not 0 <= block < len(ref_counts) or ref_counts[block] == 0:
-                for undone in blocks[:position]:
-                    ref_counts[undone] += 1
-                raise NotAllocatedError(self._no_reference(block, blocks))
-            ref_counts[block] -= 1
-            if ref_counts[block] == 0:
-                released.append(block)
+        done = 0
+        try:
+            for block in blocks:
+                if block < 0 or not ref_counts[block]:
+                    raise IndexError
+                ref_counts[block] -= 1
+                done += 1
+                if not ref_counts[block]:
+                    released.append(block)
+        except (IndexError, TypeError):
+            for block in blocks[:done]:
+                ref_counts[block] += 1
+            raise NotAllocatedError(self._no_reference(blocks[done], blocks)) from None
         self._give_back(released)
         self.num_free += len(released)
 
@@ -74,8 +79,8 @@ class BlockAllocator(ABC):
         return self.ref_counts[block]
 
     def _no_reference(self, block: int, blocks: Sequence[int]) -> str:
-        if not 0 <= block < self.num_blocks:
-            return f"block {block} is not of this pool of {self.num_blocks} blocks"
+        if not isinstance(block, int) or not 0 <= block < self.num_blocks:
+            return f"block {block!r} is not of this pool of {self.num_blocks} blocks"
         held, given = self.ref_counts[block], list(blocks).count(block)
         return f"block {block} has {held} references and cannot give back {given}: freed twice?"
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from paged.config import HashFn, check_int
 from paged.digests import DigestChain, Hasher, pack
+from paged.errors import NoFreeBlocksError
 from paged.prefix_index import Entry
 from paged.sequence import checked_tokens
 
@@ -94,30 +95,26 @@ class PrefixCachingBlockAllocator(BlockAllocator):
         return blocks
 
     def publish(self, block: int, parent: Entry, digest: bytes, tokens: bytes) -> Entry:
-        """Make a full block findable under its parent.
+        """Make a full block in use findable under its parent.
 
         When the same content is there already, that entry is returned and the block stays as it
         is: two sequences that computed the same block at the same time each keep their own.
         """
         entry = self.index.find(parent, digest, tokens)
         if entry is None:
-            self.withdraw(block)  # published before under a parent that has been forgotten since
             entry = self._entries[block] = self.index.add(parent, digest, tokens, block)
         return entry
 
     def withdraw(self, block: int) -> None:
-        """Forget the content of a block in use: it is about to be written again."""
+        """Forget the content of a block in use, which is about to be written again."""
         entry = self._entries[block]
         if entry is not None:
-            self.index.remove(entry)
-            self._entries[block] = None
+            self._forget(entry)
 
     def reset(self) -> None:
         """Forget all content. References stay."""
-        self.index.clear()
-        self._entries = [None] * self.num_blocks
-        self._free.give(self._evictable)
-        self._evictable.clear()
+        for block in range(self.num_blocks):
+            self.withdraw(block)
 
     def allocate_immutable(self, parent: int | None, token_ids: Sequence[int]) -> int:
         """The block with exactly these tokens under that very parent block, or a new one.
@@ -127,36 +124,59 @@ class PrefixCachingBlockAllocator(BlockAllocator):
         """
         if len(token_ids) != self.block_size:
             raise ValueError(f"token_ids has {len(token_ids)} tokens, a block {self.block_size}")
-        above = self._root if parent is None else self._entries[parent]
-        if above is None:
-            raise ValueError(f"parent is block {parent}, which is not immutable")
+        above = self._root if parent is None else self._immutable(parent)
         tokens = pack(checked_tokens(token_ids))
         digest = self.hasher.digest(above.digest + tokens)
         entry = self.index.find(above, digest, tokens)
         if entry is not None:
             return self.acquire([entry])[0]
-        (block,) = self.allocate(1)
+        if parent is None or self.ref_counts[parent]:
+            (block,) = self.allocate(1)
+        else:  # the parent is evictable, but not by this call
+            if self.num_free < 2:
+                raise NoFreeBlocksError(1, 0, f"the last free block is the parent, {parent}")
+            self.acquire([above])
+            (block,) = self.allocate(1)
+            self.free([parent])
         self.publish(block, above, digest, tokens)
         return block
+
+    def _immutable(self, block: int) -> Entry:
+        self.ref_count(block)  # a block of this pool
+        entry = self._entries[block]
+        if entry is None:
+            raise ValueError(f"parent is block {block}, which is not immutable")
+        return entry
+
+    def _forget(self, entry: Entry) -> None:
+        """Forget an entry and what is below it, which nobody could find any more."""
+        for lost in reversed(entry.descendants()):
+            block = lost.block
+            self.index.remove(lost)
+            self._entries[block] = None
+            if self._evictable.pop(block, None) is not None:
+                self._free.give([block])
 
     # Free blocks
 
     def _take(self, n: int) -> list[int]:
-        clean = min(n, len(self._free))
-        blocks = self._free.take(clean)
-        blocks += self._evict(n - clean)
-        return blocks
+        while len(self._free) < n:
+            self._evict(n - len(self._free))
+        return self._free.take(n)
 
-    def _evict(self, n: int) -> list[int]:
+    def _evict(self, n: int) -> None:
         """Forget the content of the `n` least recently used evictable blocks."""
         oldest, remove, entries = self._evictable.popitem, self.index.remove, self._entries
         blocks = []
         for _ in range(n):
             block, entry = oldest(last=False)
+            blocks.append(block)
+            if entry.child is not None:  # given back before its followers: a sliding window
+                self._forget(entry)
+                break
             remove(entry)
             entries[block] = None
-            blocks.append(block)
-        return blocks
+        self._free.give(blocks)
 
     def _give_back(self, blocks: list[int]) -> None:
         entries, evictable = self._entries, self._evictable
@@ -168,5 +188,5 @@ class PrefixCachingBlockAllocator(BlockAllocator):
             else:
                 evictable[block] = entry
         self._free.give(clean)
-        if len(evictable) > self._max_cached:
-            self._free.give(self._evict(len(evictable) - self._max_cached))
+        while len(evictable) > self._max_cached:
+            self._evict(len(evictable) - self._max_cached)
