@@ -160,33 +160,37 @@ class BatchBuilder:
         if query_lens is None:
             num_tokens, max_query_len = num_seqs, min(num_seqs, 1)
             positions, owners = ends - 1, rows
-            min_context = min(seq_lens, default=1) - 1
+            context_lens = positions
         else:
             lens = np.array(query_lens, np.int64)
             starts = np.cumsum(lens) - lens
             num_tokens, max_query_len = int(lens.sum()), int(lens.max(initial=0))
             positions = np.arange(num_tokens) - np.repeat(starts - (ends - lens), lens)
             owners = np.repeat(rows, lens)
-            min_context = int((ends - lens).min()) if num_seqs else 0
-        max_seq_len = max(seq_lens, default=0)
+            context_lens = ends - lens
+        max_seq_len = int(ends.max(initial=0))
+        min_context = int(context_lens.min(initial=max_seq_len))
         width = -(-max_seq_len // block_size)
 
         buffer = store.next_buffer(num_seqs, num_tokens)
         buffer.show(rows, store.table, width)
         buffer.seq_lens[:num_seqs] = ends
-        blocks = store.table[owners, positions // block_size]
-        buffer.slots[:num_tokens] = blocks.astype(np.int64) * block_size + positions % block_size
+        columns, offsets = np.divmod(positions, block_size)
+        slots = buffer.slots[:num_tokens]
+        np.multiply(store.table[owners, columns], block_size, out=slots)
+        slots += offsets
+        if query_lens is not None:
+            np.cumsum(lens, out=buffer.cu_seqlens_q[1 : num_seqs + 1])
+        block_table, lens_tensor, cu_seqlens_q, slot_mapping = buffer.views(
+            num_seqs, width, num_tokens
+        )
         if query_lens is None:
             cu_seqlens_q = store.counting(num_seqs + 1)
-        else:
-            buffer.cu_seqlens_q[0] = 0
-            np.cumsum(lens, out=buffer.cu_seqlens_q[1 : num_seqs + 1])
-            cu_seqlens_q = buffer.tensors[2][: num_seqs + 1]
         batch = Batch(
-            buffer.tensors[0][:num_seqs, :width],
-            buffer.tensors[1][:num_seqs],
+            block_table,
+            lens_tensor,
             cu_seqlens_q,
-            buffer.tensors[3][:num_tokens],
+            slot_mapping,
             max_query_len,
             max_seq_len,
             store.common_blocks(rows, min_context // block_size) * block_size,
@@ -237,11 +241,12 @@ class _Rows:
         ]
         if not live:
             return
-        rows, columns, blocks = np.array(live, np.int64).T
+        places = np.array(live, np.int64).T
+        rows, columns, blocks = places
         self._fit(len(self.owners), int(columns.max()) + 1)
         self.table[rows, columns] = blocks
         for buffer in self._buffers:
-            buffer.late.append((rows, columns))
+            buffer.late.append(places[:2])
         if columns.min() < self._common[1]:
             self._common = (b"", 0)
 
@@ -301,6 +306,9 @@ class _Rows:
 
         if len(rows) < 2 or limit < 1:
             return 0
+        first = self.table[rows, 0]
+        if first[0] < 0 or (first != first[0]).any():
+            return 0
         key = np.sort(rows).tobytes()
         common = self._common[1] if self._common[0] == key else 0
         while common < limit:
@@ -320,7 +328,7 @@ class _Buffer:
     def __init__(self) -> None:
         import numpy as np
 
-        self.late: list[tuple[Any, Any]] = []  # (rows, columns) changed since it was last shown
+        self.late: list[np.ndarray[Any, Any]] = []  # [rows, columns] changed since last shown
         self._shown: np.ndarray[Any, Any] = np.empty(0, np.int64)  # row at each place, -1: none
         self._place: np.ndarray[Any, Any] = np.empty(0, np.int64)  # place of each row, -1: none
         self._allocate((0, 0), 0)
@@ -333,10 +341,11 @@ class _Buffer:
         self.seq_lens = np.zeros(shape[0], np.int32)
         self.cu_seqlens_q = np.zeros(shape[0] + 1, np.int32)
         self.slots = np.zeros(num_tokens, np.int64)
-        self.tensors = tuple(
+        self._tensors = tuple(
             torch.from_numpy(a)
             for a in (self.block_table, self.seq_lens, self.cu_seqlens_q, self.slots)
         )
+        self._views: tuple[tuple[int, ...], tuple[Tensor, ...]] = ((), ())
         self._shown = np.full(shape[0], -1, np.int64)
         self._place = np.full(shape[0], -1, np.int64)
         self.late.clear()
@@ -350,7 +359,8 @@ class _Buffer:
 
         if num_tokens > len(self.slots):
             self.slots = np.zeros(2 * num_tokens, np.int64)
-            self.tensors = (*self.tensors[:3], torch.from_numpy(self.slots))
+            self._tensors = (*self._tensors[:3], torch.from_numpy(self.slots))
+            self._views = ((), ())
 
     def hide(self, row: int) -> None:
         """The row belongs to another sequence now: show it anew."""
@@ -365,13 +375,32 @@ class _Buffer:
         shown = self._shown[: len(rows)]
         moved = np.flatnonzero(shown != rows)
         if len(moved):
-            self.block_table[moved] = table[rows[moved]]
+            if 2 * len(moved) > len(rows):
+                table.take(rows, axis=0, out=self.block_table[: len(rows)], mode="clip")
+            else:
+                self.block_table[moved] = table[rows[moved]]
             shown[:] = rows
             self._shown[len(rows) :] = -1
             self._place[:] = -1
             self._place[rows] = np.arange(len(rows))
-        for late_rows, columns in self.late:
+        if self.late:
+            late_rows, columns = np.concatenate(self.late, axis=1)
+            self.late.clear()
             places = self._place[late_rows]
-            seen = places >= 0
-            self.block_table[places[seen], columns[seen]] = table[late_rows[seen], columns[seen]]
-        self.late.clear()
+            if places.min() < 0:
+                seen = np.flatnonzero(places >= 0)
+                places, late_rows, columns = places[seen], late_rows[seen], columns[seen]
+            self.block_table[places, columns] = table[late_rows, columns]
+
+    def views(self, num_seqs: int, width: int, num_tokens: int) -> tuple[Tensor, ...]:
+        """block_table, seq_lens, cu_seqlens_q and slots, cut to size."""
+        if self._views[0] != (num_seqs, width, num_tokens):
+            block_table, seq_lens, cu_seqlens_q, slots = self._tensors
+            views = (
+                block_table[:num_seqs, :width],
+                seq_lens[:num_seqs],
+                cu_seqlens_q[: num_seqs + 1],
+                slots[:num_tokens],
+            )
+            self._views = ((num_seqs, width, num_tokens), views)
+        return self._views[1]

@@ -26,7 +26,7 @@ from .errors import (
 from .history import History
 from .invariants import check_invariants
 from .retention import Retention
-from .sequence import SequenceGroup, SequenceLike, as_count, checked_tokens, members
+from .sequence import Sequence, SequenceGroup, SequenceLike, as_count, checked_tokens, members
 from .snapshot import snapshot
 from .stats import CacheStats, PrefixCounter, collect_stats
 from .swap import distinct_blocks, move
@@ -173,10 +173,7 @@ class BlockSpaceManager:
                     f"sequence {seq.seq_id!r} has {num_tokens} tokens and slots for "
                     f"{table.num_tokens}; only trim may shorten it"
                 )
-            needed = self._blocks_needed([(table, target)])
-            if needed > self.gpu.num_free:
-                raise NoFreeBlocksError(needed, self.gpu.num_free, f"sequence {seq.seq_id!r}")
-            pairs = self._grow(table, target)
+            pairs = self._grow([(table, target)])
         table.num_tokens = num_tokens
         return pairs
 
@@ -207,18 +204,20 @@ class BlockSpaceManager:
                 attention.append(table)
         if len(set(tables)) != len(tables):
             raise ValueError("seqs names a sequence twice")
-        if attention:
-            self._check_step(attention)
+        wanted = [
+            (table, table.num_tokens + 1)
+            for table in attention
+            if table.num_tokens >= table.writable_until
+        ]
+        if wanted:
+            self._check_step(wanted, attention)
         _append_tokens(seqs, tokens)
 
-        pairs: Pairs = []
         for table in attention:
             table.num_computed = table.num_tokens
             if table.num_computed >= table.work_at:
                 self._retention.settle(table)
-        for table in attention:
-            if table.num_tokens >= table.writable_until:
-                pairs += self._grow(table, table.num_tokens + 1)
+        pairs = self._grow(wanted) if wanted else []
         seq_lens = []
         for table in tables:
             table.num_computed = num_tokens = table.num_tokens
@@ -523,45 +522,47 @@ class BlockSpaceManager:
                     needed += writers[block] < ref_counts[block]
         return needed
 
-    def _grow(self, table: BlockTable, target: int) -> Pairs:
-        """Give the table `target` slots of which those after its tokens are its own."""
-        if target <= table.num_tokens:
-            return []
-        block_size, blocks = self.config.block_size, table.blocks
+    def _grow(self, wanted: list[tuple[BlockTable, int]]) -> Pairs:
+        """Give each table `target` slots, of which those after its tokens are its own."""
+        block_size, ref_counts = self.config.block_size, self.gpu.ref_counts
+        needed = self._blocks_needed(wanted)
+        if needed > self.gpu.num_free:
+            seq_ids = [table.seq_id for table, _ in wanted]
+            raise NoFreeBlocksError(needed, self.gpu.num_free, f"for sequences {seq_ids}")
+        fresh = iter(self.gpu.allocate(needed))
         pairs = []
-        last = -(-target // block_size)
-        for index in range(table.num_tokens // block_size, min(last, len(blocks))):
-            block = blocks[index]
-            if self.gpu.ref_counts[block] > 1:
-                (blocks[index],) = self.gpu.allocate(1)
-                self.gpu.free([block])
-                pairs.append((block, blocks[index]))
+        for table, target in wanted:
+            if target <= table.num_tokens:
+                continue
+            blocks, num_blocks = table.blocks, -(-target // block_size)
+            for index in range(table.num_tokens // block_size, num_blocks):
+                if index == len(blocks):
+                    blocks.append(next(fresh))
+                elif ref_counts[blocks[index]] > 1:
+                    ref_counts[blocks[index]] -= 1
+                    pairs.append((blocks[index], next(fresh)))
+                    blocks[index] = pairs[-1][1]
+                else:  # published, and trimmed into while another sequence held it as well
+                    if self.cache:
+                        self.cache.withdraw(blocks[index])
+                    continue
                 self._batches.changed(table, index)
-                self.history.add("copy on write", table.seq_id, pairs[-1])
-            elif self.cache:
-                self.cache.withdraw(block)
-        if last > len(blocks):
-            new = self.gpu.allocate(last - len(blocks))
-            for index in range(len(blocks), last):
-                self._batches.changed(table, index)
-            blocks += new
-            self.history.add("append", table.seq_id, new)
-        table.writable_until = len(blocks) * block_size
+            table.writable_until = len(blocks) * block_size
+            self.history.add("append", table.seq_id, blocks[table.num_tokens // block_size :])
         return pairs
 
-    def _check_step(self, attention: list[BlockTable]) -> None:
+    def _check_step(self, wanted: list[tuple[BlockTable, int]], settled: list[BlockTable]) -> None:
         """Raise unless `step` will find the blocks it needs, those that the window frees included."""
-        needed = self._blocks_needed([(table, table.num_tokens + 1) for table in attention])
-        available = self.gpu.num_free
+        needed, available = self._blocks_needed(wanted), self.gpu.num_free
         if needed > available and self.config.sliding_window is not None:
             droppers: dict[int, int] = {}
-            for table in attention:
+            for table in settled:
                 last = self._retention.num_droppable(table.num_tokens)
                 for block in table.blocks[table.num_dropped : last]:
                     droppers[block] = droppers.get(block, 0) + 1
                     available += droppers[block] == self.gpu.ref_counts[block]
         if needed > available:
-            raise NoFreeBlocksError(needed, available, f"{len(attention)} sequences of the step")
+            raise NoFreeBlocksError(needed, available, f"{len(wanted)} sequences of the step")
 
     # How it is done: sharing
 
@@ -610,7 +611,10 @@ def _append_tokens(seqs: ListLike[SequenceLike], tokens: list[int]) -> None:
     done = 0
     try:
         for seq, token in zip(seqs, tokens, strict=True):
-            seq.append_token(token)
+            if type(seq) is Sequence:
+                seq.token_ids.append(token)  # as append_token does with a token that is checked
+            else:
+                seq.append_token(token)
             done += 1
     except BaseException:
         for seq in seqs[:done]:

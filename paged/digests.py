@@ -92,15 +92,15 @@ class Hasher:
         if num_blocks <= done:
             return
         size = self._block_size
-        packed = pack(token_ids[done * size : num_blocks * size])
         step = size * _TOKEN_BYTES
+        packed = pack(token_ids[done * size : num_blocks * size])
         digest = chain.digests[-1] if done else chain.root.digest
-        hash_fn, digests, tokens = self._hash_fn, chain.digests, chain.tokens
+        hash_fn = self._hash_fn
         for start in range(0, len(packed), step):
             block_tokens = packed[start : start + step]
             digest = hash_fn(digest + block_tokens)
-            digests.append(digest)
-            tokens.append(block_tokens)
+            chain.digests.append(digest)
+            chain.tokens.append(block_tokens)
 
 
 def pack(token_ids: list[int]) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 
@@ -21,13 +21,16 @@ class History:
     """A ring of operations: constant cost per operation, searched only when an error is written."""
 
     def __init__(self, length: int = 4096) -> None:
-        self._operations: deque[Operation] = deque(maxlen=length)
+        self._operations: deque[tuple[str, Any, Sequence[int]]] = deque(maxlen=length)
 
     def add(self, name: str, seq_id: Any, blocks: Sequence[int]) -> None:
-        self._operations.append(Operation(name, seq_id, blocks))
+        self._operations.append((name, seq_id, blocks))
 
     def last_of_sequence(self, seq_id: Any) -> Operation | None:
-        return next((o for o in reversed(self._operations) if o.seq_id == seq_id), None)
+        return self._last(lambda operation: bool(operation.seq_id == seq_id))
 
     def last_of_block(self, block: int) -> Operation | None:
-        return next((o for o in reversed(self._operations) if block in o.blocks), None)
+        return self._last(lambda operation: block in operation.blocks)
+
+    def _last(self, wanted: Callable[[Operation], bool]) -> Operation | None:
+        return next(filter(wanted, map(Operation._make, reversed(self._operations))), None)

@@ -35,7 +35,8 @@ class Retention:
         """Do all that the number of computed tokens allows."""
         if table.parent is not None:
             self._publish(table)
-        self._drop(table)
+        if self._window is not None:
+            self._drop(table)
         self.schedule(table)
 
     def schedule(self, table: BlockTable) -> None:

@@ -6,8 +6,6 @@ from array import array
 from collections.abc import Hashable, Iterable
 from typing import Any, Protocol
 
-TOKEN_MIN, TOKEN_MAX = -(2**31), 2**31 - 1
-
 
 class SequenceLike(Protocol):
     """What the manager needs of a sequence; any object with these serves.
@@ -50,7 +48,7 @@ class Sequence:
 
     def append_token(self, token: int) -> None:
         """Add one generated token."""
-        if type(token) is not int or not TOKEN_MIN <= token <= TOKEN_MAX:
+        if type(token) is not int or not -0x80000000 <= token <= 0x7FFFFFFF:
             (token,) = checked_tokens((token,))
         self.token_ids.append(token)
 
@@ -139,5 +137,5 @@ def _check_token(token: Any, position: int) -> None:
     wanted = "tokens must be ints in [-2**31, 2**31)"
     if isinstance(token, bool) or not hasattr(token, "__index__"):
         raise TypeError(f"token {token!r} at position {position} is no int; {wanted}")
-    if not TOKEN_MIN <= int(token) <= TOKEN_MAX:
+    if not -(2**31) <= int(token) < 2**31:
         raise ValueError(f"token {token!r} at position {position} is out of range; {wanted}")
