@@ -22,11 +22,11 @@ UNSUPPORTED: dict[str, frozenset[str]] = {
 def resolve_backend(backend: str | None, device: torch.device) -> str:
     """The backend's name for tensors on `device`; ValueError when it cannot serve them."""
     if backend is None:
-        return "triton" if device.type != "cpu" and _has_triton() else "torch"
+        return "triton" if device.type != "cpu" and has_triton() else "torch"
     if backend not in BACKENDS:
         raise ValueError(f"backend must be None or one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend == "triton":
-        if not _has_triton():
+        if not has_triton():
             raise ValueError("backend='triton' needs the package triton, which is not installed")
         if device.type == "cpu" and not _interpreting():
             raise ValueError(
@@ -73,5 +73,5 @@ def _interpreting() -> bool:
 
 
 @cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
     return find_spec("triton") is not None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
@@ -40,17 +43,33 @@ class Tile:
 
 
 @lru_cache
-def device_of(device: torch.device) -> Device:
-    """The limits of a GPU; of an H200 for CPU tensors, where kernels run in the interpreter."""
-    if device.type != "cuda":
-        return H200
+def _device_of(device: torch.device) -> Device:
     properties = torch.cuda.get_device_properties(device)
+    num_sms = properties.multi_processor_count
     if torch.version.hip:
-        arch = int("".join(c for c in properties.gcnArchName.split(":")[0] if c.isdigit()))
-        return Device("hip", arch, properties.multi_processor_count, 64 * KIB)
+        digits = (c for c in properties.gcnArchName.split(":")[0] if c.isdigit())
+        return Device("hip", int("".join(digits)), num_sms, 64 * KIB)
     capability = properties.major * 10 + properties.minor
-    shared_memory = properties.shared_memory_per_block_optin
-    return Device("cuda", capability, properties.multi_processor_count, shared_memory)
+    return Device("cuda", capability, num_sms, properties.shared_memory_per_block_optin)
+
+
+_stand_in = H200
+
+
+def device_of(device: torch.device) -> Device:
+    """The limits of a GPU. CPU tensors, of the interpreter, get the tiles of an H200."""
+    return _device_of(device) if device.type == "cuda" else _stand_in
+
+
+@contextmanager
+def planned_for(device: Device) -> Iterator[None]:
+    """Plan launches over CPU tensors as on another GPU, to compile or explain them."""
+    global _stand_in  # noqa: PLW0603
+    before, _stand_in = _stand_in, device
+    try:
+        yield
+    finally:
+        _stand_in = before
 
 
 def padded(width: int) -> int:
@@ -58,60 +77,72 @@ def padded(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-# Prefill tiles (m, n, num_warps) for 16-bit values, by padded head width: the largest that neither
-# spill nor starve; found by compiling (bench/static.py prints what they cost). Decode tiles follow
-# from the group size and from 32 KiB of K and V per step.
+# Prefill tiles (m, n, num_warps, buffers) of 16-bit values, by family and padded head width: the
+# largest that neither spill nor starve, found by compiling them (bench/static.py prints the cost).
 _PREFILL = {
-    "hopper": {128: (128, 64, 8), 256: (64, 32, 8)},
-    "ampere": {128: (64, 32, 4), 256: (64, 32, 8)},
-    "hip": {128: (64, 32, 8), 256: (64, 32, 8)},
+    ("hopper", 64): (128, 128, 8, 2),
+    ("hopper", 128): (128, 64, 8, 2),
+    ("hopper", 256): (64, 32, 8, 2),
+    ("ampere", 64): (128, 32, 8, 3),
+    ("ampere", 128): (64, 32, 4, 3),
+    ("ampere", 256): (64, 32, 8, 2),
+    ("hip", 64): (64, 32, 8, 0),
+    ("hip", 128): (64, 32, 8, 0),
+    ("hip", 256): (32, 32, 4, 0),
 }
+
+# num_stages that keep so many tiles of K and V in shared memory. The block table is loaded in the
+# same loop and takes every other stage: at 3 and 4 each tile is waited for as soon as it is asked.
+# AMD's pipeliner is another one, and no stage beyond the first has been tried on its hardware.
+_STAGES = {0: 1, 1: 3, 2: 5, 3: 7}
 
 
 @lru_cache
 def tiles_for(dims: Dims, itemsize: int, device: Device) -> tuple[Tile, Tile]:
-    """The tiles of decode and of prefill."""
+    """The tiles of decode and of prefill for values of `itemsize` bytes."""
     return choose_tile(False, dims, itemsize, device), choose_tile(True, dims, itemsize, device)
 
 
 def choose_tile(prefill: bool, dims: Dims, itemsize: int, device: Device) -> Tile:
-    """The tile for one phase. ValueError when not even the smallest fits in shared memory."""
+    """The tile of one phase. ValueError when not even the smallest fits in shared memory."""
     d, dv = padded(dims.head_dim), padded(dims.head_dim_v)
     width, rows = max(d, dv), padded(dims.group_size)
-    if itemsize == 4:  # exact float32 runs without matrix units, in registers: small tiles
-        m, n, num_warps = rows, 16, 4 if rows * width <= 16 * 128 else 8
+    family = "hip" if device.backend == "hip" else "hopper" if device.arch >= 90 else "ampere"
+    if itemsize == 4:  # exact float32 is computed without matrix units, in registers
+        m, n, num_warps, buffers = rows, 16, 4 if rows * width <= 16 * 128 else 8, 2
     elif prefill:
-        family = "hip" if device.backend == "hip" else "hopper" if device.arch >= 90 else "ampere"
-        m, n, num_warps = _PREFILL[family][128 if width <= 128 else 256]
-        m = max(m, rows)
+        m, n, num_warps, buffers = _PREFILL[family, max(64, min(width, 256))]
+        if rows > m:
+            m, num_warps = rows, 8
     else:
-        keys = 32 * KIB // ((d + dv) * itemsize)
-        m, n = rows, max(16, min(128, 1 << (keys.bit_length() - 1)))
+        keys = (32 if rows <= 64 else 16) * KIB // ((d + dv) * itemsize)
+        m, n, buffers = rows, max(16, min(128, 1 << (keys.bit_length() - 1))), 2
         num_warps = 2 if rows * width <= 16 * 128 else 4 if rows * width <= 64 * 128 else 8
-    # Loads run ahead of use by the buffers that num_stages buys. The block table is loaded in the
-    # same loop and takes stages up: 5 buys two buffers of K and V, 3 one (of wgmma operands two).
-    depths = (1,) if device.backend == "hip" else (5, 3, 2)
-    for keys in (n, n // 2, n // 4, n // 8):
-        for num_stages in depths:
-            buffers = 2 if num_stages == 5 else 1
-            if prefill and device.arch >= 90 and itemsize < 4:
-                buffers += 1
-            need = _shared_memory(m, keys, d, dv, itemsize, buffers)
-            if keys >= 16 and need <= device.shared_memory:
-                return Tile(m, keys, d, dv, num_warps, num_stages, need)
+    if family == "hip":
+        buffers = 0
+    # On a smaller device, fewer buffers first and then fewer keys.
+    for keys, depth in itertools.product(
+        (n, max(16, n // 2), 16), range(buffers, min(buffers, 1) - 1, -1)
+    ):
+        need = _shared_memory(m, keys, d, dv, itemsize, depth)
+        if need <= device.shared_memory:
+            return Tile(m, keys, d, dv, num_warps, _STAGES[depth], need)
     raise ValueError(
-        f"head_dim={dims.head_dim}, head_dim_v={dims.head_dim_v} and {dims.group_size} query heads "
-        f"per KV head need {need} bytes of shared memory in the smallest tile; "
-        f"this device has {device.shared_memory}"
+        f"head_dim {dims.head_dim} and {dims.head_dim_v} with {dims.group_size} query heads per KV "
+        f"head need {need} bytes of shared memory in the smallest tile, got a device with "
+        f"{device.shared_memory}"
     )
 
 
 def _shared_memory(m: int, n: int, d: int, dv: int, itemsize: int, buffers: int) -> int:
-    """Bytes of shared memory, from above: staged K, V and block ids, the query, and reductions."""
-    staged = buffers * n * ((d + dv) * itemsize + 8)
-    loop = staged + m * (d + n) * itemsize + 4 * KIB
-    epilogue = m * dv * 4
-    return max(loop, epilogue)
+    """Bytes of shared memory, from above."""
+    query, tile, scores = m * d * itemsize, n * ((d + dv) * itemsize + 8), m * n * itemsize
+    if buffers == 0:  # no pipeline: operands only pass through
+        return max(query, tile) + scores + 4 * KIB
+    # wgmma reads its operands from shared memory, where one more tile rests meanwhile
+    loop = (buffers + (m >= 64)) * tile + query + scores
+    store = m * dv * 4
+    return max(loop, store) + 4 * KIB
 
 
 def choose_num_splits(programs: int, max_keys: int, tile: Tile, device: Device) -> int:

@@ -28,7 +28,7 @@ def at(x, index):
 def load_rows(x, index, rows, WIDTH: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr):
     """Load rows `index` of x as a [rows, PADDED] tile: 0 past WIDTH and, if MASKED, outside `rows`."""
     column = tl.arange(0, PADDED)[None, :]
-    pointers = at(x, index + (column,))
+    pointers = at(x, index + (column,))  # noqa: RUF005  (Triton compiles no starred tuple)
     if MASKED:
         tile = tl.load(pointers, mask=rows[:, None] & (column < WIDTH), other=0.0)
     elif PADDED > WIDTH:

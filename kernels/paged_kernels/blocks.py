@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ._backends import has_triton
 from ._require import kind
 
 STAGE_BYTES = 64 << 20  # what is read before it is written, at a time
@@ -33,7 +34,7 @@ def copy_blocks(caches: Sequence[Tensor], pairs: Pairs) -> None:
     _check_pool("caches", caches)
     ids = _checked_pairs(pairs, _num_blocks(caches), _num_blocks(caches))
     ids = ids[ids[:, 0] != ids[:, 1]]
-    if len(ids) > 0:
+    if len(ids) > 0 and not _copy_in_one_launch(caches, ids):
         _move(caches, caches, ids)
 
 
@@ -68,6 +69,18 @@ def swap_blocks(sources: Sequence[Tensor], destinations: Sequence[Tensor], pairs
     ids = _checked_pairs(pairs, _num_blocks(sources), _num_blocks(destinations))
     if len(ids) > 0:
         _move(sources, destinations, ids)
+
+
+def _copy_in_one_launch(caches: Sequence[Tensor], ids: Tensor) -> bool:
+    """On a GPU, where Triton is there and no copy waits for another."""
+    if caches[0].device.type != "cuda" or not has_triton():
+        return False
+    from .copy_kernel import plan_copy
+
+    launch = plan_copy(caches, ids)
+    if launch is not None:
+        launch.run()
+    return launch is not None
 
 
 def _move(sources: Sequence[Tensor], destinations: Sequence[Tensor], ids: Tensor) -> None:
