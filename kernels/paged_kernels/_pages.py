@@ -2,12 +2,12 @@
 
 Neighbouring blocks of a contiguous cache are one tensor already: a long run of consecutive block
 ids is handed out as a view. All else is gathered, whole blocks at a time, into one workspace per
-call, sized so that what was just gathered is still in the last-level cache when it is read.
+call, sized so that what was just gathered is still in cache when it is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor
 from ._quantise import QUANTISED_DTYPES
 from .options import AttentionCall
 
-GATHER_BYTES = 8 << 20  # K of one gathered piece; V takes about as much again
+GATHER_BYTES = 4 << 20  # K of one gathered piece; larger ones pay page faults in every call
 RUN_BYTES = 2 << 20  # a shorter run costs less to copy than to merge as a piece of its own
 
 
@@ -38,7 +38,14 @@ class Pages:
         self._value = _Cache(call.value_cache, call.v_scale)
         self._table = call.block_table
         self._host_table = call.block_table.cpu().numpy()
-        self._joinable = self._key.joinable and self._value.joinable
+        self._follows = np.diff(self._host_table, axis=1) == 1  # entry i + 1 is block i's neighbour
+        # Are slots evenly spaced across blocks, so that a view can span them?
+        self.joinable = all(
+            cache.stride(0) == self._block_size * cache.stride(1)
+            for cache in (call.key_cache, call.value_cache)
+        )
+        if not self.joinable:
+            self._follows[:] = False
         block_bytes = call.key_cache[:1].nbytes
         self._gather_blocks = max(1, GATHER_BYTES // block_bytes)
         self._run_blocks = -(-RUN_BYTES // block_bytes)
@@ -46,34 +53,44 @@ class Pages:
     def pieces(self, seq: int, begin: int, end: int) -> Iterator[Piece]:
         """The keys `begin .. end - 1` of sequence `seq`, in order; no other entry is looked up."""
         size = self._block_size
-        first = begin // size
-        ids = self._host_table[seq, first : -(-end // size)]
-        for i, j, is_run in self._plan(ids):
-            start = (first + i) * size
-            stop = start + (j - i) * size
-            tokens = slice(max(begin, start) - start, min(end, stop) - start)
+        for i, j, is_run in self._plan(seq, begin // size, -(-end // size)):
+            blocks: slice | Tensor = self._table[seq, i:j]
             if is_run:
-                blocks: slice | Tensor = slice(int(ids[i]), int(ids[i]) + j - i)
-            else:
-                blocks = self._table[seq, first + i : first + j]
-            yield Piece(
-                max(begin, start), self._key.read(blocks)[tokens], self._value.read(blocks)[tokens]
-            )
+                block = int(self._host_table[seq, i])
+                blocks = slice(block, block + j - i)
+            start = max(begin, i * size)
+            tokens = slice(start - i * size, min(end, j * size) - i * size)
+            yield Piece(start, self._key.blocks(blocks)[tokens], self._value.blocks(blocks)[tokens])
 
-    def _plan(self, ids: np.ndarray) -> Iterator[tuple[int, int, bool]]:
-        """Cut the entries into (i, j, whether they are consecutive blocks to be read in place)."""
-        if len(ids) == 0:
+    def rectangle(self, seqs: list[int], positions: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V [len(seqs), num_keys, num_kv_heads, head_dim] at `positions` [len(seqs), num_keys].
+
+        Only of `joinable` pages.
+        """
+        entries = torch.gather(self._table[seqs].long(), 1, positions // self._block_size)
+        slots = (entries * self._block_size + positions % self._block_size).flatten()
+        shape = positions.shape
+        return self._key.slots(slots).unflatten(0, shape), self._value.slots(slots).unflatten(
+            0, shape
+        )
+
+    def _plan(self, seq: int, first: int, last: int) -> Iterator[tuple[int, int, bool]]:
+        """Entries `first .. last - 1` cut into (i, j, whether they are one run of blocks)."""
+        follows = self._follows[seq, first : last - 1]
+        if first >= last:
             return
-        step = np.diff(ids) if self._joinable else np.zeros(len(ids) - 1)
-        cuts = np.concatenate(([0], np.flatnonzero(step != 1) + 1, [len(ids)]))
-        is_long = np.diff(cuts) >= min(self._run_blocks, len(ids))
-        done = 0
-        for run in np.flatnonzero(is_long).tolist():
-            i, j = int(cuts[run]), int(cuts[run + 1])
-            yield from self._gathers(done, i)
-            yield i, j, True
-            done = j
-        yield from self._gathers(done, len(ids))
+        if follows.all():
+            yield first, last, True
+            return
+        done = first
+        if last - first > self._run_blocks:
+            cuts = np.concatenate(([first], np.flatnonzero(~follows) + first + 1, [last]))
+            for run in np.flatnonzero(np.diff(cuts) >= self._run_blocks).tolist():
+                i, j = int(cuts[run]), int(cuts[run + 1])
+                yield from self._gathers(done, i)
+                yield i, j, True
+                done = j
+        yield from self._gathers(done, last)
 
     def _gathers(self, i: int, j: int) -> Iterator[tuple[int, int, bool]]:
         for start in range(i, j, self._gather_blocks):
@@ -89,24 +106,33 @@ class _Cache:
         self._dtype = cache.dtype
         self._scale = scale
         self._workspace = self._cache.new_empty(0)
-        self.joinable = cache.stride(0) == cache.shape[1] * cache.stride(1)
 
-    def read(self, blocks: slice | Tensor) -> Tensor:
-        """The tokens of `blocks`, [num_blocks * block_size, num_kv_heads, head_dim]."""
-        if isinstance(blocks, slice):
-            tokens = self._cache[blocks].flatten(0, 1)
-        else:
-            shape = (len(blocks), *self._cache.shape[1:])
-            if len(self._workspace) < len(blocks):
-                self._workspace = self._cache.new_empty(shape)
-            gathered = self._workspace[: len(blocks)]
-            torch.index_select(self._cache, 0, blocks, out=gathered)
-            tokens = gathered.flatten(0, 1)
+    def blocks(self, blocks: slice | Tensor) -> Tensor:
+        """The tokens of some blocks, [num_blocks * block_size, num_kv_heads, head_dim]."""
+        stored = (
+            self._cache[blocks] if isinstance(blocks, slice) else self._gather(self._cache, blocks)
+        )
+        return self._real(stored.flatten(0, 1), lambda planes: planes[blocks].flatten(0, 1))
+
+    def slots(self, slots: Tensor) -> Tensor:
+        """The tokens in some slots, [num_slots, num_kv_heads, head_dim]."""
+        stored = self._gather(self._cache.flatten(0, 1), slots)
+        return self._real(stored, lambda planes: planes.flatten(0, 1)[slots])
+
+    def _gather(self, rows: Tensor, index: Tensor) -> Tensor:
+        size = len(index) * rows[0].numel()
+        if self._workspace.numel() < size:
+            self._workspace = rows.new_empty(size)
+        out = self._workspace[:size].view(len(index), *rows.shape[1:])
+        return torch.index_select(rows, 0, index, out=out)
+
+    def _real(self, stored: Tensor, look_up: Callable[[Tensor], Tensor]) -> Tensor:
+        """Stored tokens as numbers; `look_up` finds theirs in a plane of scales."""
         if self._scale is None:
-            return tokens
-        real = tokens.view(self._dtype).float()
+            return stored
+        real = stored.view(self._dtype).float()
         if isinstance(self._scale, float):
             return real.mul_(self._scale)
         if self._dtype == torch.int8:
-            return real.mul_(self._scale[blocks].flatten(0, 1)[..., None])
+            return real.mul_(look_up(self._scale)[..., None])
         return real.mul_(self._scale[:, None])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ._pages import Piece
+from .merge_states import State
 from .options import AttentionCall
 
 TILE_ROWS = 256
@@ -22,8 +23,8 @@ def attend_piece(
     piece: Piece,
     first_position: int | None = None,
     draft_mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Output [num_tokens, num_heads, head_dim_v] and lse [num_tokens, num_heads] over `piece` alone.
+) -> State:
+    """Attention of `query` over `piece` alone.
 
     Args:
         query: `[num_tokens, num_heads, head_dim]`, consecutive tokens of one sequence.
@@ -32,35 +33,43 @@ def attend_piece(
         draft_mask: bool `[num_tokens, num_tokens]` of this sequence.
     """
     num_tokens, num_heads, _ = query.shape
-    num_keys, num_kv_heads, head_dim_v = piece.value.shape
-    group_size = num_heads // num_kv_heads
-    attend = _flash if _can_flash(call, piece) else _explicit
-    key, value = piece.key.transpose(0, 1), piece.value.transpose(0, 1)
-    if attend is _explicit:
-        key, value = key.float(), value.float()
-    out = value.new_zeros((num_tokens, num_kv_heads, group_size, head_dim_v))
-    lse = value.new_full(out.shape[:3], float("-inf"), dtype=torch.float32)
+    num_keys, num_kv_heads, _ = piece.value.shape
+    key, value = piece.key.transpose(0, 1)[None], piece.value.transpose(0, 1)[None]
+    attend = flash
+    if not can_flash(call):
+        attend, key, value = _written_out, key.float(), value.float()
 
-    tile = max(1, TILE_ROWS // group_size)
+    states = []
+    tile = max(1, TILE_ROWS // (num_heads // num_kv_heads))
     for begin in range(0, num_tokens, tile):
         tokens = slice(begin, min(begin + tile, num_tokens))
-        grouped = query[tokens].unflatten(1, (num_kv_heads, group_size)).transpose(0, 1)
-        rows = grouped.flatten(1, 2).to(key.dtype)
+        grouped = query[tokens].unflatten(1, (num_kv_heads, -1)).transpose(0, 1)
+        rows = grouped.flatten(1, 2).to(key.dtype)[None]
         keys, seen, bias = slice(0, num_keys), None, None
         if first_position is not None:
             keys, seen = _visible(call, tokens, piece, first_position, draft_mask)
             if keys.start >= keys.stop:
+                states.append(no_keys(call, query[tokens]))
                 continue
             bias = _bias(call, seen, tokens, keys, piece.start - first_position, rows.dtype)
-        tile_out, tile_lse = attend(call, rows, key[:, keys], value[:, keys], bias)
-        tile_out = tile_out.view(*grouped.shape[:3], head_dim_v).transpose(0, 1)
-        tile_lse = tile_lse.view(grouped.shape[:3]).transpose(0, 1)
-        if seen is not None:  # a softmax over no key at all is a matter of taste: ours is 0, -inf
-            blind = ~seen.any(1)[:, None, None]
-            tile_out = tile_out.masked_fill(blind[..., None], 0.0)
-            tile_lse = tile_lse.masked_fill(blind, float("-inf"))
-        out[tokens], lse[tokens] = tile_out, tile_lse
-    return out.flatten(1, 2), lse.flatten(1, 2)
+        out, lse = attend(call, rows, key[:, :, keys], value[:, :, keys], bias)
+        out = out.view(*grouped.shape[:3], -1).transpose(0, 1).flatten(1, 2)
+        lse = lse.view(grouped.shape[:3]).transpose(0, 1).flatten(1, 2)
+        if seen is not None:  # what a softmax over no key gives is a matter of taste: 0 and -inf
+            blind = ~seen.any(1)[:, None]
+            out, lse = out.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, float("-inf"))
+        states.append(State(out, lse))
+    if len(states) == 1:
+        return states[0]
+    return State(
+        torch.cat([state.out for state in states]), torch.cat([state.lse for state in states])
+    )
+
+
+def no_keys(call: AttentionCall, query: Tensor) -> State:
+    """Attention of `query` over nothing."""
+    out = query.new_zeros((*query.shape[:2], call.value_cache.shape[3]))
+    return State(out, query.new_full(query.shape[:2], float("-inf"), dtype=torch.float32))
 
 
 def _visible(
@@ -111,7 +120,7 @@ def _bias(
     offset: int,
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """What is added to the scores: [1 or num_kv_heads, rows, keys], or None for nothing."""
+    """What is added to the scores: [1, 1 or num_kv_heads, rows, keys], or None for nothing."""
     dims = call.dims
     bias = None
     if call.alibi_slopes is not None:
@@ -124,41 +133,42 @@ def _bias(
     if bias is None:
         return None
     bias = bias.to(dtype).expand(-1 if bias.dim() == 4 else 1, -1, dims.group_size, -1)
-    return bias.flatten(1, 2)
+    return bias.flatten(1, 2)[None]
 
 
-def _can_flash(call: AttentionCall, piece: Piece) -> bool:
-    """Whether torch's CPU kernel serves: it caps nothing and adds its bias in the dtype of the keys."""
+def can_flash(call: AttentionCall) -> bool:
+    """Whether torch's CPU kernel serves: it caps nothing, and adds a bias in the dtype of the keys."""
+    quantised = call.k_scale is not None  # then keys are float32
     return (
-        piece.key.device.type == "cpu"
-        and piece.key.shape == piece.value.shape
+        call.query.device.type == "cpu"
+        and call.key_cache.shape == call.value_cache.shape
         and call.variant.softcap is None
-        and (call.alibi_slopes is None or piece.key.dtype == torch.float32)
+        and (call.alibi_slopes is None or quantised or call.query.dtype == torch.float32)
     )
 
 
-def _flash(
+def flash(
     call: AttentionCall, rows: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The kernel under torch's SDPA on CPUs, called by name because SDPA returns no lse."""
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        rows[None],
-        key[None],
-        value[None],
-        attn_mask=None if bias is None else bias[None],
-        scale=call.scale,
+) -> State:
+    """The kernel under torch's SDPA on CPUs, called by its own name because SDPA returns no lse.
+
+    All arguments are `[batch, heads, rows or keys, head_dim or keys]`.
+    """
+    return State(
+        *torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            rows, key, value, attn_mask=bias, scale=call.scale
+        )
     )
-    return out[0], lse[0]
 
 
-def _explicit(
+def _written_out(
     call: AttentionCall, rows: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    scores = torch.bmm(rows, key.transpose(1, 2)).mul_(call.scale)
+) -> State:
+    scores = torch.matmul(rows, key.transpose(2, 3)).mul_(call.scale)
     softcap = call.variant.softcap
     if softcap is not None:
         scores.div_(softcap).tanh_().mul_(softcap)
     if bias is not None:
         scores += bias
-    lse = torch.logsumexp(scores, dim=2)
-    return torch.bmm(scores.sub_(lse[..., None]).exp_(), value), lse
+    lse = torch.logsumexp(scores, dim=3)
+    return State(torch.matmul(scores.sub_(lse[..., None]).exp_(), value), lse)

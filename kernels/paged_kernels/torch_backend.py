@@ -7,15 +7,16 @@ mixed with its batch mates, except in a common prefix, which all rows of the bat
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from ._pages import Pages
 from ._quantise import FP8_DTYPES, quantise_fp8, quantise_int8
-from ._rows import attend_piece
-from .merge_states import merge_attention_states
+from ._rows import attend_piece, no_keys
+from ._short import attend_group, short_groups
+from .merge_states import State, merge_two
 from .options import AttentionCall
 
 
@@ -26,15 +27,31 @@ def attend(call: AttentionCall) -> None:
     seq_lens = call.seq_lens.tolist()
     num_seqs = len(seq_lens)
     starts = range(num_seqs + 1) if call.cu_seqlens_q is None else call.cu_seqlens_q.tolist()
+    query_lens = [b - a for a, b in pairwise(starts)]
     prefix = _shared_prefix(call, pages, seq_lens, starts)
-    for seq, seq_len in enumerate(seq_lens):
-        tokens = slice(starts[seq], starts[seq + 1])
-        if tokens.start < tokens.stop:
-            shared = None if prefix is None else (prefix[0][tokens], prefix[1][tokens])
-            out, lse = _attend_sequence(call, pages, seq, seq_len, tokens, shared)
-            call.out[tokens] = out
-            if call.lse is not None:
-                call.lse[tokens] = lse
+    begins = _first_keys(
+        call, seq_lens, query_lens, 0 if prefix is None else call.common_prefix_len
+    )
+
+    key_lens = [end - begin for begin, end in zip(begins, seq_lens, strict=True)]
+    grouped = set()
+    for seqs in short_groups(call, pages, query_lens, key_lens):
+        rows = torch.tensor([starts[seq] for seq in seqs], device=call.query.device)
+        state = attend_group(
+            call,
+            pages,
+            call.query[rows],
+            seqs,
+            [begins[seq] for seq in seqs],
+            [seq_lens[seq] for seq in seqs],
+        )
+        _finish(call, rows, state, prefix)
+        grouped.update(seqs)
+    for seq in range(num_seqs):
+        if query_lens[seq] > 0 and seq not in grouped:
+            rows = slice(starts[seq], starts[seq + 1])
+            state = _attend_sequence(call, pages, seq, range(begins[seq], seq_lens[seq]), rows)
+            _finish(call, rows, state, prefix)
     call.out[starts[num_seqs] :] = 0.0
     if call.lse is not None:
         call.lse[starts[num_seqs] :] = float("-inf")
@@ -62,53 +79,38 @@ def reshape_and_cache(
     _store(value, value_cache, place, v_scale)
 
 
-State = tuple[
-    Tensor, Tensor
-]  # out [num_tokens, num_heads, head_dim_v], lse [num_tokens, num_heads]
+def _first_keys(call, seq_lens, query_lens, prefix_len) -> list[int]:
+    """The first key that some query of each sequence may see and has yet to."""
+    window = call.variant.sliding_window
+    if window is None:
+        return [prefix_len] * len(seq_lens)
+    return [max(0, n - q - window + 1) for n, q in zip(seq_lens, query_lens, strict=True)]
 
 
 def _attend_sequence(
-    call: AttentionCall,
-    pages: Pages,
-    seq: int,
-    seq_len: int,
-    tokens: slice,
-    shared: State | None,
+    call: AttentionCall, pages: Pages, seq: int, keys: range, tokens: slice
 ) -> State:
     query = call.query[tokens]
-    num_tokens = len(query)
-    first_position = seq_len - num_tokens
     draft_mask = call.draft_mask
     if draft_mask is not None:
-        draft_mask = draft_mask[seq, :num_tokens, :num_tokens]
-
-    begin = 0 if shared is None else call.common_prefix_len
-    if call.variant.sliding_window is not None:
-        begin = max(0, first_position - call.variant.sliding_window + 1)
-    states = (
-        attend_piece(call, query, piece, first_position, draft_mask)
-        for piece in pages.pieces(seq, begin, seq_len)
-    )
-    state = _merge_all(states, shared)
-    if state is None:
-        state = (
-            torch.zeros_like(call.out[tokens]),
-            query.new_full(query.shape[:2], float("-inf"), dtype=torch.float32),
-        )
-    if call.sinks is not None:  # a key without a value is one more partial result
-        sink = call.sinks.expand(num_tokens, -1)
-        state = merge_attention_states((state[0], torch.zeros_like(state[0])), (state[1], sink))
-    return state
+        draft_mask = draft_mask[seq, : len(query), : len(query)]
+    state = None
+    for piece in pages.pieces(seq, keys.start, keys.stop):
+        part = attend_piece(call, query, piece, keys.stop - len(query), draft_mask)
+        state = part if state is None else merge_two(state, part)
+    return state or no_keys(call, query)
 
 
-def _merge_all(states: Iterable[State], merged: State | None) -> State | None:
-    """Merged as they come, in float32, so that only two are ever held."""
-    for out, lse in states:
-        if merged is None:
-            merged = out, lse
-        else:
-            merged = merge_attention_states((merged[0].float(), out), (merged[1], lse))
-    return merged
+def _finish(call: AttentionCall, rows: slice | Tensor, state: State, prefix: State | None) -> None:
+    if prefix is not None:
+        state = merge_two(State(prefix.out[rows], prefix.lse[rows]), state)
+    out, lse = state
+    if call.sinks is not None:  # one more key, without a value
+        lse = torch.logaddexp(state.lse, call.sinks)
+        out = out * torch.exp(state.lse - lse).nan_to_num_(0.0)[..., None]
+    call.out[rows] = out.to(call.out.dtype)
+    if call.lse is not None:
+        call.lse[rows] = lse
 
 
 def _shared_prefix(
@@ -128,8 +130,10 @@ def _shared_prefix(
     if owner is None:
         return None
     query = call.query[: starts[len(seq_lens)]]
-    pieces = pages.pieces(owner, 0, call.common_prefix_len)
-    return _merge_all((attend_piece(call, query, piece) for piece in pieces), None)
+    state = no_keys(call, query)
+    for piece in pages.pieces(owner, 0, call.common_prefix_len):
+        state = merge_two(state, attend_piece(call, query, piece))
+    return state
 
 
 def _store(
