@@ -95,10 +95,7 @@ def attention_kernel(
     )
     o, natural_lse = finish(state, bias.sinks, head, rows)
 
-    if ROWS.packed:
-        out_row = first_token + token
-    else:
-        out_row = seq * ROWS.longest + token
+    out_row = first_token + token if ROWS.packed else seq * ROWS.longest + token
     dv = tl.arange(0, TILE.dv)[None, :]
     out_mask = rows[:, None] & (dv < DIMS.head_dim_v)
     tl.store(at(out, (split, out_row[:, None], head[:, None], dv)), o, mask=out_mask)
