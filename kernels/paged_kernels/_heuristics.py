@@ -72,9 +72,14 @@ def planned_for(device: Device) -> Iterator[None]:
         _stand_in = before
 
 
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is at least `number`."""
+    return 1 << (number - 1).bit_length()
+
+
 def padded(width: int) -> int:
-    """The next power of two, at least the 16 that a matrix instruction takes."""
-    return max(16, 1 << (width - 1).bit_length())
+    """The width of a tile: a power of two, and at least the 16 of a matrix instruction."""
+    return max(16, power_of_two(width))
 
 
 # Prefill tiles (m, n, num_warps, buffers) of 16-bit values, by family and padded head width: the
@@ -83,7 +88,7 @@ _PREFILL = {
     ("hopper", 64): (128, 128, 8, 2),
     ("hopper", 128): (128, 64, 8, 2),
     ("hopper", 256): (64, 32, 8, 2),
-    ("ampere", 64): (128, 32, 8, 3),
+    ("ampere", 64): (64, 64, 4, 3),
     ("ampere", 128): (64, 32, 4, 3),
     ("ampere", 256): (64, 32, 8, 2),
     ("hip", 64): (64, 32, 8, 0),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ._heuristics import Tile, choose_num_splits, device_of, padded, tiles_for
+from ._heuristics import Tile, choose_num_splits, device_of, padded, power_of_two, tiles_for
 from ._launch import Launch, Strided, strided
 from .attention import attention_kernel
 from .merge import merge_kernel
@@ -190,11 +191,10 @@ def _parts(call: AttentionCall, num_parts: int, num_rows: int) -> tuple[Tensor, 
     """Room for partial results, float32: out [num_parts, num_rows, H, Dv], lse [..., H]."""
     _, num_heads, head_dim_v = call.out.shape
     shape = (num_parts, num_rows, num_heads)
-    device = call.query.device
-    return (
-        torch.empty((*shape, head_dim_v), dtype=torch.float32, device=device),
-        torch.empty(shape, dtype=torch.float32, device=device),
-    )
+    new = partial(torch.empty, dtype=torch.float32, device=call.query.device)
+    # Triton compiles anew when a stride stops being a multiple of 16: the rows of lse are padded.
+    lse = new((num_parts, num_rows, _round_up(num_heads, 16)))
+    return new((*shape, head_dim_v)), lse[:, :, :num_heads]
 
 
 def _tiles(call: AttentionCall) -> tuple[Tile, Tile]:
@@ -221,12 +221,18 @@ def reshape_and_cache(
     v_scale: float | Tensor | None,
 ) -> None:
     """Write each token's K and V to its slot."""
+    plan_write(key, value, key_cache, value_cache, slot_mapping).run()
+
+
+def plan_write(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> Launch:
+    """The launch of write_kernel."""
     _, block_size, num_kv_heads, head_dim = key_cache.shape
     head_dim_v = value_cache.shape[3]
     dims = Dims(num_kv_heads, num_kv_heads, head_dim, head_dim_v, block_size)
-    heads = max(
-        1, min(1 << (num_kv_heads - 1).bit_length(), 4096 // padded(max(head_dim, head_dim_v)))
-    )
+    # all heads of a token in one program, as far as registers allow
+    heads = min(power_of_two(num_kv_heads), 4096 // padded(max(head_dim, head_dim_v)))
     args = (
         strided(key_cache),
         strided(value_cache),
@@ -235,4 +241,4 @@ def reshape_and_cache(
         slot_mapping,
     )
     grid = (slot_mapping.shape[0], -(-num_kv_heads // heads))
-    Launch(write_kernel, grid, args, {"DIMS": dims, "HEADS": heads}, key.device).run()
+    return Launch(write_kernel, grid, args, {"DIMS": dims, "HEADS": heads}, key.device)
