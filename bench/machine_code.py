@@ -67,15 +67,18 @@ class Cubin:
     def spans(self) -> list[range]:
         """Where the loops with matrix instructions stand in the code."""
         code, labels = self._code
-        spans: list[range] = []
+        jumps = []
         for end, text in enumerate(code):
             back = re.search(r"BRA[^`]*`\((\.L_x_\d+)\)", text)
             start = labels.get(back[1], end + 1) if back else end + 1
-            if start <= end and any(_opcode(t) in MATRIX_OPCODES for t in code[start : end + 1]):
-                # a loop jumps back from several places, and its parts may be laid out in any order
-                while spans and spans[-1].stop > start:
-                    start = min(start, spans.pop().start)
-                spans.append(range(start, end + 1))
+            if any(_opcode(t) in MATRIX_OPCODES for t in code[start : end + 1]):
+                jumps.append(range(start, end + 1))
+        # Waits that are tried again stand behind everything and jump back into the loops: of
+        # jumps that overlap, the shortest closes the loop.
+        spans: list[range] = []
+        for jump in sorted(jumps, key=len):
+            if all(jump.start >= span.stop or jump.stop <= span.start for span in spans):
+                spans.append(jump)
         return spans
 
     @cached_property
