@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
+    _Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
+
 _MAX_CHANGES = 1 << 16  # more between two batches than it pays to write one by one
 
 
@@ -179,18 +181,12 @@ class BatchBuilder:
         slots = buffer.slots[:num_tokens]
         np.multiply(store.table[owners, columns], block_size, out=slots)
         slots += offsets
-        if query_lens is not None:
-            np.cumsum(lens, out=buffer.cu_seqlens_q[1 : num_seqs + 1])
-        block_table, lens_tensor, cu_seqlens_q, slot_mapping = buffer.views(
-            num_seqs, width, num_tokens
-        )
         if query_lens is None:
-            cu_seqlens_q = store.counting(num_seqs + 1)
+            buffer.cu_seqlens_q[: num_seqs + 1] = store.counting(num_seqs + 1)
+        else:
+            np.cumsum(lens, out=buffer.cu_seqlens_q[1 : num_seqs + 1])
         batch = Batch(
-            block_table,
-            lens_tensor,
-            cu_seqlens_q,
-            slot_mapping,
+            *buffer.views(num_seqs, width, num_tokens),
             max_query_len,
             max_seq_len,
             store.common_blocks(rows, min_context // block_size) * block_size,
@@ -204,14 +200,13 @@ class _Rows:
 
     def __init__(self) -> None:
         import numpy as np
-        import torch
 
         self.table: np.ndarray[Any, Any] = np.empty((0, 0), np.int32)
         self.owners: list[BlockTable | None] = []
         self._free: list[int] = []
         self._buffers = (_Buffer(), _Buffer())
         self._turn = 0
-        self._counting = torch.arange(0, dtype=torch.int32)
+        self._counting = np.arange(0, dtype=np.int32)
         self._common: tuple[bytes, int] = (b"", 0)  # rows of the last batch, blocks they share
 
     def update(
@@ -289,12 +284,12 @@ class _Rows:
         buffer.fit_tokens(num_tokens)
         return buffer
 
-    def counting(self, n: int) -> Tensor:
-        """int32 [0, 1, .. n - 1]: cu_seqlens_q of a decode batch. Never overwritten."""
-        import torch
+    def counting(self, n: int) -> np.ndarray[Any, Any]:
+        """[0, 1, .. n - 1]: cu_seqlens_q of a decode batch."""
+        import numpy as np
 
         if n > len(self._counting):
-            self._counting = torch.arange(2 * n, dtype=torch.int32)
+            self._counting = np.arange(2 * n, dtype=np.int32)
         return self._counting[:n]
 
     def common_blocks(self, rows: np.ndarray[Any, Any], limit: int) -> int:
@@ -341,11 +336,13 @@ class _Buffer:
         self.seq_lens = np.zeros(shape[0], np.int32)
         self.cu_seqlens_q = np.zeros(shape[0] + 1, np.int32)
         self.slots = np.zeros(num_tokens, np.int64)
-        self._tensors = tuple(
-            torch.from_numpy(a)
-            for a in (self.block_table, self.seq_lens, self.cu_seqlens_q, self.slots)
+        self._tensors: _Tensors = (
+            torch.from_numpy(self.block_table),
+            torch.from_numpy(self.seq_lens),
+            torch.from_numpy(self.cu_seqlens_q),
+            torch.from_numpy(self.slots),
         )
-        self._views: tuple[tuple[int, ...], tuple[Tensor, ...]] = ((), ())
+        self._views: tuple[tuple[int, int, int], _Tensors] | None = None
         self._shown = np.full(shape[0], -1, np.int64)
         self._place = np.full(shape[0], -1, np.int64)
         self.late.clear()
@@ -360,7 +357,7 @@ class _Buffer:
         if num_tokens > len(self.slots):
             self.slots = np.zeros(2 * num_tokens, np.int64)
             self._tensors = (*self._tensors[:3], torch.from_numpy(self.slots))
-            self._views = ((), ())
+            self._views = None
 
     def hide(self, row: int) -> None:
         """The row belongs to another sequence now: show it anew."""
@@ -392,9 +389,9 @@ class _Buffer:
                 places, late_rows, columns = places[seen], late_rows[seen], columns[seen]
             self.block_table[places, columns] = table[late_rows, columns]
 
-    def views(self, num_seqs: int, width: int, num_tokens: int) -> tuple[Tensor, ...]:
+    def views(self, num_seqs: int, width: int, num_tokens: int) -> _Tensors:
         """block_table, seq_lens, cu_seqlens_q and slots, cut to size."""
-        if self._views[0] != (num_seqs, width, num_tokens):
+        if self._views is None or self._views[0] != (num_seqs, width, num_tokens):
             block_table, seq_lens, cu_seqlens_q, slots = self._tensors
             views = (
                 block_table[:num_seqs, :width],

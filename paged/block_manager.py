@@ -122,9 +122,9 @@ class BlockSpaceManager:
             table.parent = hits[-1] if hits else table.chain.root
             table.num_published = len(hits)
             table.num_cached = table.num_computed = len(hits) * self.config.block_size
-            self.prefix_counter.add(seqs, table.num_cached)
         self._retention.schedule(table)
         self.tables[table.seq_id] = table
+        self.prefix_counter.add(seqs, table.num_cached)
         self.history.add("allocate", table.seq_id, blocks)
         for other in seqs[1:]:
             self._share(table, other)
@@ -147,8 +147,10 @@ class BlockSpaceManager:
         num_lookahead_slots = as_count("num_lookahead_slots", num_lookahead_slots)
         wanted = []
         for seq in members(seq_or_group):
-            table = self.tables.get(seq.seq_id)
-            if table is None or len(seq) < table.num_tokens:
+            if seq.seq_id in self.swapped:
+                return False
+            table = self._table(seq)
+            if len(seq) < table.num_tokens:
                 return False
             wanted.append((table, len(seq) + num_lookahead_slots))
         return self._blocks_needed(wanted) <= self.gpu.num_free
@@ -310,10 +312,11 @@ class BlockSpaceManager:
 
     def can_swap_out(self, seq_or_group: SequenceLike | SequenceGroup) -> bool:
         """Whether the group is on the GPU and the CPU pool has a block for each of its blocks."""
-        tables = [self.tables.get(seq.seq_id) for seq in members(seq_or_group)]
-        on_gpu = [table for table in tables if table is not None]
-        num_blocks = len(distinct_blocks(on_gpu, self.config.block_size))
-        return len(on_gpu) == len(tables) and num_blocks <= self.cpu.num_free
+        seqs = members(seq_or_group)
+        if any(seq.seq_id in self.swapped for seq in seqs):
+            return False
+        tables = [self._table(seq) for seq in seqs]
+        return len(distinct_blocks(tables, self.config.block_size)) <= self.cpu.num_free
 
     def swap_out(self, seq_or_group: SequenceLike | SequenceGroup) -> Pairs:
         """Move a group to the CPU pool: (GPU block, CPU block) for each distinct block.
@@ -583,6 +586,14 @@ class BlockSpaceManager:
     def _table(self, seq: SequenceLike) -> BlockTable:
         table = self.tables.get(seq.seq_id)
         if table is None:
+            raise self._missing(seq)
+        return table
+
+    def _swapped_table(self, seq: SequenceLike) -> BlockTable:
+        table = self.swapped.get(seq.seq_id)
+        if table is None:
+            if seq.seq_id in self.tables:
+                raise AlreadyAllocatedError(f"sequence {seq.seq_id!r} is not swapped out")
             raise self._missing(seq)
         return table
 

@@ -129,6 +129,9 @@ def _key_bytes(name: str, value: Any) -> bytes:
         text = b"s" + value.encode("utf-8", "surrogatepass")
     elif isinstance(value, bytes):
         text = b"y" + value
+    elif isinstance(value, float):
+        text = b"f" + value.hex().encode()
     else:
-        raise TypeError(f"{name} is {value!r}; it must be None, an int, str, bytes or tuple")
+        wanted = "None, an int, float, str, bytes or a tuple of these"
+        raise TypeError(f"{name} is {value!r}; it must be {wanted}")
     return b"%d:" % len(text) + text

@@ -26,8 +26,8 @@ class Sequence:
 
     seq_id            hashable name, unique among live sequences
     prompt_token_ids  ints (numpy ones too) in [-2**31, 2**31)
-    salt, extra_key   None, int, str, bytes or a tuple of these: sequences share cached blocks
-                      only when both are equal (a tenant's secret; an adapter, an image)
+    salt, extra_key   None, int, float, str, bytes or a tuple of these: sequences share cached
+                      blocks only when both are equal (a tenant's secret; an adapter, an image)
     """
 
     __slots__ = ("digests", "extra_key", "salt", "seq_id", "token_ids")
