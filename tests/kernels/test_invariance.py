@@ -8,6 +8,7 @@ from paged_kernels.testing import make_batch
 
 pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 
+HEADS = {"num_heads": 2, "num_kv_heads": 1}  # few: the interpreter takes its time per head
 SEQ_LENS = [5, 40, 0, 17, 64, 1]
 QUERY_LENS = {"decode": None, "prefill": [5, 9, 0, 17, 3, 1]}
 SPLITS = {
@@ -20,8 +21,8 @@ OPTIONS = {
     "all": {
         "sliding_window": 20,
         "softcap": 5.0,
-        "alibi_slopes": torch.linspace(0.1, 1, 4),
-        "sinks": torch.linspace(-1, 2, 4),
+        "alibi_slopes": torch.tensor([0.1, 1.0]),
+        "sinks": torch.tensor([-1.0, 2.0]),
     },
 }
 
@@ -46,16 +47,15 @@ def assert_same_bits(got, want):
 
 @parametrised(phase=QUERY_LENS, splits=SPLITS, options=OPTIONS)
 def test_physical_places_do_not_matter(backend, phase, splits, options):
-    batch = make_batch(SEQ_LENS, QUERY_LENS[phase], block_size=4)
+    batch = make_batch(SEQ_LENS, QUERY_LENS[phase], block_size=4, **HEADS)
     options = {**OPTIONS[options], **SPLITS[splits]}
     want = attend(batch, backend, **options)
-    for seed in (1, 2):
-        assert_same_bits(attend(batch.relabelled(seed), backend, **options), want)
+    assert_same_bits(attend(batch.relabelled(), backend, **options), want)
 
 
 @parametrised(phase=QUERY_LENS, splits=SPLITS, options=OPTIONS)
 def test_rows_follow_their_sequence_when_the_batch_is_reordered(backend, phase, splits, options):
-    batch = make_batch(SEQ_LENS, QUERY_LENS[phase])
+    batch = make_batch(SEQ_LENS, QUERY_LENS[phase], **HEADS)
     options = {**OPTIONS[options], **SPLITS[splits]}
     out, lse = attend(batch, backend, **options)
     order = [3, 0, 5, 4, 2, 1]
@@ -69,7 +69,7 @@ def test_rows_follow_their_sequence_when_the_batch_is_reordered(backend, phase, 
 def test_a_row_does_not_depend_on_its_batch_mates(backend, splits, phase):
     mates = [3, 70, 17, 64, 20, 1, 33, 40]
     query_lens = None if phase == "decode" else [3, 2, 17, 7, 1, 1, 20, 1]
-    batch = make_batch(mates, query_lens, num_heads=2, num_kv_heads=1)
+    batch = make_batch(mates, query_lens, **HEADS)
     options = SPLITS[splits]
     for seq, at in ((3, 7), (6, 2)):
         alone = attend(batch.rows([seq]), backend, **options)
@@ -99,7 +99,7 @@ def test_strides_do_not_matter(backend, layout, phase):
 @parametrised(phase=QUERY_LENS)
 def test_the_number_of_splits_changes_rounding_only(backend, phase):
     query_lens = None if phase == "decode" else [1, 2, 1, 30]
-    batch = make_batch([1, 7, 17, 100], query_lens, num_heads=2, num_kv_heads=1)
+    batch = make_batch([1, 7, 17, 100], query_lens, **HEADS)
     want = attend(batch, backend, num_splits=1)
     for splits in ({"num_splits": n} for n in (2, 8, 64)):
         got = attend(batch, backend, **splits)
