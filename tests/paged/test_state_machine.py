@@ -1,0 +1,218 @@
+"""Random walks over all manager calls, each call checked against a model with real token values.
+
+`PAGED_STATE_MACHINE_CALLS=1000000 pytest tests/paged/test_state_machine.py -s` walks further and
+prints its progress.
+"""
+
+import os
+import sys
+import time
+
+import pytest
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from manager_helpers import constant_hash
+from manager_oracle import CheckedManager
+
+from paged import CacheConfig
+
+CALLS = int(os.environ.get("PAGED_STATE_MACHINE_CALLS", "20000"))
+BLOCK_SIZES = (1, 2, 4, 16)
+WALK = settings(
+    max_examples=50,
+    stateful_step_count=50,
+    deadline=None,
+    database=None,
+    phases=[Phase.generate, Phase.shrink],
+    print_blob=False,
+    report_multiple_bugs=False,
+    suppress_health_check=list(HealthCheck),
+)
+
+pick = st.integers(0, 11)
+token = st.integers(0, 2)  # few tokens: equal prefixes are common
+
+
+class ManagerWalk(RuleBasedStateMachine):
+    """One manager from its first to its last call."""
+
+    block_size = 4
+    calls = 0
+
+    def __init__(self):
+        super().__init__()
+        self.walk = None
+
+    @initialize(
+        num_gpu_blocks=st.integers(3, 12),
+        num_cpu_blocks=st.integers(0, 6),
+        caching=st.sampled_from([True, True, True, False]),
+        max_cached_blocks=st.sampled_from([None, None, 0, 2]),
+        free_order=st.sampled_from(["fifo", "first_fit"]),
+        watermark=st.sampled_from([0.0, 0.2, 0.4]),
+        window=st.sampled_from([None, None, 1, 3, 8, 17]),
+        hash_fn=st.sampled_from([None, constant_hash]),
+    )
+    def start(
+        self,
+        num_gpu_blocks,
+        num_cpu_blocks,
+        caching,
+        max_cached_blocks,
+        free_order,
+        watermark,
+        window,
+        hash_fn,
+    ):
+        self.walk = CheckedManager(
+            CacheConfig(
+                block_size=self.block_size,
+                num_gpu_blocks=num_gpu_blocks,
+                num_cpu_blocks=num_cpu_blocks,
+                enable_prefix_caching=caching,
+                max_cached_blocks=max_cached_blocks,
+                free_order=free_order,
+                watermark=watermark,
+                sliding_window=window,
+                hash_fn=hash_fn,
+            )
+        )
+
+    def one(self, index, handles):
+        return handles[index % len(handles)]
+
+    def some_running(self):
+        return bool(self.walk and self.walk.running())
+
+    def some_swapped(self):
+        return bool(self.walk and self.walk.swapped())
+
+    @rule(
+        blocks=st.integers(0, 4),
+        offset=st.integers(-1, 1),
+        tokens=st.lists(token, min_size=1, max_size=3),
+        num_seqs=st.sampled_from([1, 1, 1, 2, 3]),
+        salt=st.sampled_from([None, None, None, "s"]),
+        extra_key=st.sampled_from([None, None, None, 1, "1"]),
+    )
+    def allocate(self, blocks, offset, tokens, num_seqs, salt, extra_key):
+        length = max(1, blocks * self.block_size + offset)
+        prompt = (tokens * length)[:length]
+        self.walk.allocate(prompt, num_seqs, salt, extra_key)
+
+    @precondition(some_running)
+    @rule(index=pick, part=st.integers(1, 4))
+    def compute(self, index, part):
+        h = self.one(index, self.walk.running())
+        missing = h.slotted - h.written
+        if missing:
+            self.walk.compute(h, max(1, missing * part // 4))
+
+    @precondition(some_running)
+    @rule(index=pick, back=st.sampled_from([0, 0, 0, 1, 5]))
+    def mark_computed(self, index, back):
+        h = self.one(index, self.walk.running())
+        if h.written:
+            self.walk.mark(h, max(0, h.written - back))
+
+    @precondition(some_running)
+    @rule(
+        index=pick, tokens=st.lists(token, max_size=5), lookahead=st.sampled_from([0, 0, 0, 1, 3])
+    )
+    def append(self, index, tokens, lookahead):
+        h = self.one(index, self.walk.running())
+        if len(h.seq) < 8 * self.block_size + 8:
+            self.walk.append(h, tokens, lookahead)
+
+    @precondition(some_running)
+    @rule(
+        rows=st.permutations(range(6)),
+        count=st.integers(1, 6),
+        tokens=st.lists(token, min_size=6, max_size=6),
+    )
+    def step(self, rows, count, tokens):
+        running = self.walk.running()
+        chosen = [running[i] for i in rows[:count] if i < len(running)]
+        for h in chosen:
+            if h.slotted < len(h.seq) and self.walk.append(h, [], 0) is None:
+                return
+            if h.written < h.slotted:
+                self.walk.compute(h, h.slotted - h.written)
+        if chosen:
+            self.walk.step(chosen, tokens[: len(chosen)])
+
+    @precondition(some_running)
+    @rule(index=pick)
+    def fork(self, index):
+        if len(self.walk.live) < 8:
+            self.walk.fork(self.one(index, self.walk.running()))
+
+    @precondition(some_running)
+    @rule(index=pick, back=st.integers(0, 9))
+    def trim(self, index, back):
+        h = self.one(index, self.walk.running())
+        self.walk.trim(h, max(0, len(h.seq) - back))
+
+    @precondition(some_running)
+    @rule(index=pick, count=st.integers(1, 3))
+    def swap_out(self, index, count):
+        running = self.walk.running()
+        start = index % len(running)
+        self.walk.swap_out(running[start : start + count])
+
+    @precondition(some_swapped)
+    @rule(index=pick, count=st.integers(1, 3))
+    def swap_in(self, index, count):
+        swapped = self.walk.swapped()
+        start = index % len(swapped)
+        self.walk.swap_in(swapped[start : start + count])
+
+    @precondition(lambda self: self.walk and self.walk.live)
+    @rule(index=pick)
+    def free(self, index):
+        self.walk.free(self.one(index, list(self.walk.live.values())))
+
+    @rule(chance=st.integers(0, 3))
+    def reset_prefix_cache(self, chance):
+        if chance == 0:
+            self.walk.reset()
+
+    def teardown(self):
+        if self.walk:
+            type(self).calls += sum(self.walk.calls.values())
+            if self.walk.sound:
+                self.walk.finish()
+
+
+def walk_for(block_size, calls):
+    """Walk until so many manager calls are made; says how far it is every few seconds."""
+    machine = type(
+        f"ManagerWalkBlockSize{block_size}", (ManagerWalk,), {"block_size": block_size, "calls": 0}
+    )
+    begin = said = time.perf_counter()
+    round_ = 0
+    while machine.calls < calls:
+        run_state_machine_as_test(seed(round_)(machine), settings=WALK)
+        round_ += 1
+        now = time.perf_counter()
+        if calls > 20_000 and now - said > 10:
+            said = now
+            print(
+                f"block size {block_size}: {machine.calls:,} of {calls:,} calls, {now - begin:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
+    return machine.calls
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_every_call_agrees_with_the_model(block_size):
+    calls = CALLS // len(BLOCK_SIZES)
+    assert walk_for(block_size, calls) >= calls
