@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as ListLike
 from enum import Enum
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from .allocators import BlockAllocator, NaiveBlockAllocator, PrefixCachingBlockAllocator
@@ -25,6 +26,7 @@ from .errors import (
 )
 from .history import History
 from .invariants import check_invariants
+from .journal import Journal
 from .retention import Retention
 from .sequence import Sequence, SequenceGroup, SequenceLike, as_count, checked_tokens, members
 from .snapshot import snapshot
@@ -267,10 +269,10 @@ class BlockSpaceManager:
         table.num_tokens = min(table.num_tokens, num_tokens)
         table.num_computed = min(table.num_computed, num_tokens)
         released = table.blocks[max(keep, table.num_dropped) :]
-        if self.cache:
-            self._retention.unpublish(table, full)
         del table.blocks[keep:]
         table.num_dropped = num_dropped
+        if self.cache:
+            self._retention.unpublish(table, full)
         self._retention.release(released)
         table.writable_until = 0
         self._retention.schedule(table)
@@ -331,8 +333,7 @@ class BlockSpaceManager:
         held = [table.held() for table in tables]
         pairs = move(tables, self.gpu, self.cpu, self.config.block_size)
         for table, blocks in zip(tables, held, strict=True):
-            self._retention.release(blocks)
-            self._batches.forget(table)
+            self._retention.leave(table, blocks)
             self.swapped[table.seq_id] = self.tables.pop(table.seq_id)
             self.history.add("swap out", table.seq_id, blocks)
         return pairs
@@ -366,8 +367,7 @@ class BlockSpaceManager:
     def free(self, seq: SequenceLike) -> None:
         """Give back every block of a sequence, on the GPU or swapped out."""
         if (table := self.tables.pop(seq.seq_id, None)) is not None:
-            self._retention.release(table.held())
-            self._batches.forget(table)
+            self._retention.leave(table, table.held())
         elif (table := self.swapped.pop(seq.seq_id, None)) is not None:
             self.cpu.free(table.held())
         else:
@@ -437,6 +437,13 @@ class BlockSpaceManager:
     def snapshot(self) -> dict[str, Any]:
         """All of the state as plain data: equal snapshots mean equal behaviour from here on."""
         return snapshot(self)
+
+    def record(self, path: str | PathLike[str]) -> Journal:
+        """Write every call from now on to a file, as JSON lines, until the journal is closed.
+
+        `python -m paged debug FILE` replays it. The manager must not have been used yet.
+        """
+        return Journal(self, path)
 
     def __repr__(self) -> str:
         gpu, cpu = self.gpu, self.cpu

@@ -23,6 +23,9 @@ class History:
     def __init__(self, length: int = 4096) -> None:
         self._operations: deque[tuple[str, Any, Sequence[int]]] = deque(maxlen=length)
 
+    def __len__(self) -> int:
+        return len(self._operations)
+
     def add(self, name: str, seq_id: Any, blocks: Sequence[int]) -> None:
         self._operations.append((name, seq_id, blocks))
 

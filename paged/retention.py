@@ -52,6 +52,14 @@ class Retention:
         """Free a run of a table: with caching tail first, so that a head outlives its tail."""
         self._gpu.free(blocks[::-1] if self._cache else blocks)
 
+    def leave(self, table: BlockTable, blocks: list[int]) -> None:
+        """A table gives back its blocks and leaves the GPU."""
+        self.release(blocks)
+        self._batches.forget(table)
+        if self._cache is not None and self._window is not None and table.parent is not None:
+            # Its first blocks were given back long ago; without them the rest cannot be found.
+            self._cache.renew(table.parent)
+
     # Prefix cache
 
     def _publish(self, table: BlockTable) -> None:
