@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .allocators import BlockAllocator, PrefixCachingBlockAllocator
 from .block_table import DROPPED, BlockTable
+from .digests import pack
 from .errors import InvariantError
 
 if TYPE_CHECKING:
@@ -19,11 +20,16 @@ def check_invariants(manager: BlockSpaceManager) -> None:
         _check_table(manager, table, manager.gpu, "GPU")
     for table in manager.swapped.values():
         _check_table(manager, table, manager.cpu, "CPU")
+    for seq_id, table in (*manager.tables.items(), *manager.swapped.items()):
+        if seq_id != table.seq_id:
+            raise InvariantError(f"the table of sequence {seq_id!r} says it is {table.seq_id!r}'s")
     both = manager.tables.keys() & manager.swapped.keys()
     if both:
         raise InvariantError(f"sequences {sorted(map(repr, both))} are on the GPU and swapped out")
     _check_pool(manager, manager.gpu, manager.tables, "GPU")
     _check_pool(manager, manager.cpu, manager.swapped, "CPU")
+    _check_content(manager, manager.tables)
+    _check_content(manager, manager.swapped)
     if manager.cache is not None:
         _check_cache(manager, manager.cache)
 
@@ -93,6 +99,9 @@ def _check_pool(
         raise InvariantError(
             f"{tier} block {twice[0]} is twice in the free list; {_last(manager, twice[0])}"
         )
+    foreign = [block for block in free if not 0 <= block < pool.num_blocks]
+    if foreign:
+        raise InvariantError(f"block {foreign[0]} is in the {tier} free list, and of no such pool")
     is_free = set(free)
     for block in range(pool.num_blocks):
         holders, count = owners.get(block, []), pool.ref_counts[block]
@@ -111,6 +120,31 @@ def _check_pool(
         raise InvariantError(f"{tier} pool counts {pool.num_free} free blocks, it has {len(free)}")
 
 
+def _check_content(manager: BlockSpaceManager, tables: dict[Any, BlockTable]) -> None:
+    """Whoever names a block must have its tokens, at the same place of the sequence."""
+    block_size, cache = manager.config.block_size, manager.cache
+    seen: dict[int, tuple[BlockTable, int, list[int]]] = {}
+    for table in tables.values():
+        for index in range(table.num_dropped, len(table.blocks)):
+            block, first = table.blocks[index], index * block_size
+            tokens = table.seq.token_ids[first : min(first + block_size, table.num_tokens)]
+            other, other_index, other_tokens = seen.setdefault(block, (table, index, tokens))
+            both = min(len(tokens), len(other_tokens))
+            if index != other_index or tokens[:both] != other_tokens[:both]:
+                raise InvariantError(
+                    f"block {block} holds other tokens for sequence {table.seq_id!r} (entry "
+                    f"{index}) than for {other.seq_id!r} (entry {other_index}); "
+                    f"{_last(manager, block)}"
+                )
+            entry = cache.entry_of(block) if cache and tables is manager.tables else None
+            if entry is not None and not entry.tokens.startswith(pack(tokens)):
+                owners = [other.seq_id for other in tables.values() if block in other.blocks]
+                raise InvariantError(
+                    f"block {block} is published with other tokens than its owners {owners} have "
+                    f"at entry {index}; {_last(manager, block)}"
+                )
+
+
 def _check_cache(manager: BlockSpaceManager, cache: PrefixCachingBlockAllocator) -> None:
     entries = cache.index.entries()
     for entry in entries:
@@ -118,6 +152,11 @@ def _check_cache(manager: BlockSpaceManager, cache: PrefixCachingBlockAllocator)
             raise InvariantError(
                 f"the prefix cache finds content in block {entry.block} that the block does not "
                 f"have; {_last(manager, entry.block)}"
+            )
+        if entry.parent is None or not entry.parent.is_live:
+            raise InvariantError(
+                f"block {entry.block} is published behind a forgotten block; "
+                f"{_last(manager, entry.block)}"
             )
     published = [block for block in range(cache.num_blocks) if cache.entry_of(block) is not None]
     if len(published) != len(entries):
@@ -132,10 +171,16 @@ def _check_cache(manager: BlockSpaceManager, cache: PrefixCachingBlockAllocator)
                 f"block {block} is evictable with {cache.ref_counts[block]} references and "
                 f"{'' if cache.entry_of(block) else 'no '}content; {_last(manager, block)}"
             )
-    unreferenced = sum(cache.ref_counts[block] == 0 for block in published)
-    if unreferenced != cache.num_cached:
+    evictable = set(cache.cached_blocks())
+    for block in published:
+        if cache.ref_counts[block] == 0 and block not in evictable:
+            raise InvariantError(
+                f"block {block} is published and unreferenced, but not evictable; "
+                f"{_last(manager, block)}"
+            )
+    if cache.num_cached > cache.max_cached_blocks:
         raise InvariantError(
-            f"{unreferenced} published blocks are unreferenced, {cache.num_cached} evictable"
+            f"{cache.num_cached} blocks are cached, at most {cache.max_cached_blocks} may be"
         )
 
 

@@ -52,6 +52,11 @@ class PrefixCachingBlockAllocator(BlockAllocator):
         """Free blocks whose content can still be found."""
         return len(self._evictable)
 
+    @property
+    def max_cached_blocks(self) -> int:
+        """Most blocks that `num_cached` may count."""
+        return self._max_cached
+
     def entry_of(self, block: int) -> Entry | None:
         """What the block is published as, None for a mutable block."""
         return self._entries[block]
