@@ -52,7 +52,8 @@ def block_map(
     if steps is not None and len(steps) != len(frames):
         raise ValueError(f"steps must have one entry per frame ({len(frames)}), got {len(steps)}")
 
-    palette = np.array([to_rgb(c) for c in (*STATE_COLOURS.values(), *OWNER_COLOURS)])
+    colours = [to_rgb(c) for c in (*STATE_COLOURS.values(), *OWNER_COLOURS)]
+    palette = np.round(np.array(colours) * 255).astype(np.uint8)
     states = len(STATE_COLOURS)
     image = palette[np.where(frames < 0, frames + states, states + frames % len(OWNER_COLOURS))]
 

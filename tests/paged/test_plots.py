@@ -22,7 +22,7 @@ def test_each_block_of_each_frame_has_the_colour_of_its_owner():
         [STATE_COLOURS[FREE], STATE_COLOURS[SHARED]],
         [STATE_COLOURS[CACHED], OWNER_COLOURS[0]],
     ]
-    np.testing.assert_array_equal(pixels, [[to_rgb(c) for c in row] for row in expected])
+    np.testing.assert_allclose(pixels / 255, [[to_rgb(c) for c in row] for row in expected])
 
 
 def test_colours_differ_in_lightness_where_they_differ_in_kind():

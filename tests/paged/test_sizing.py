@@ -113,7 +113,8 @@ def test_configs_without_k_and_v_per_head_are_refused(config, values, message):
 
 
 def test_the_command_prints_what_the_function_counts(capsys):
-    assert main("size --layers 32 --kv-heads 8 --head-dim 128 --lengths 2048".split()) == 0
+    command = "size --layers 32 --kv-heads 8 --head-dim 128 --lengths 2048"
+    assert main(command.split()) == 0
     output = capsys.readouterr().out
     size = size_cache(LLAMA_8B, memory=80 * 2**30, lengths=[2048])
     for number in (65_536, size.bytes_per_block, size.num_blocks, size.sequences[2048]):
