@@ -125,10 +125,10 @@ class Replay:
 
         self._lines = Path(path).read_text(encoding="utf-8").splitlines()
         try:
-            config = json.loads(self._lines[0])["config"]
-        except (IndexError, KeyError, TypeError, ValueError):
-            raise ValueError(f"{path} is not a journal: line 1 has no config") from None
-        self.manager = BlockSpaceManager(CacheConfig(**config))
+            config = CacheConfig(**json.loads(self._lines[0])["config"])
+        except (IndexError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not a journal, line 1 has no config: {error!r}") from None
+        self.manager = BlockSpaceManager(config)
         self._sequences: dict[Any, Sequence] = {}
 
     def __len__(self) -> int:
