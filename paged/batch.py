@@ -152,7 +152,7 @@ class BatchBuilder:
         """The batch of these tables. query_lens None: one query token each."""
         import numpy as np
 
-        self.prepare()
+        self.prepare(device)
         assert self._rows is not None
         store, block_size, num_seqs = self._rows, self._block_size, len(tables)
         rows = store.update(tables, self._changes)

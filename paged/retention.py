@@ -7,6 +7,7 @@ from .batch import BatchBuilder
 from .block_table import DROPPED, NEVER, BlockTable
 from .config import CacheConfig
 from .history import History
+from .prefix_index import Entry
 
 
 class Retention:
@@ -54,11 +55,22 @@ class Retention:
 
     def leave(self, table: BlockTable, blocks: list[int]) -> None:
         """A table gives back its blocks and leaves the GPU."""
-        self.release(blocks)
         self._batches.forget(table)
-        if self._cache is not None and self._window is not None and table.parent is not None:
-            # Its first blocks were given back long ago; without them the rest cannot be found.
-            self._cache.renew(table.parent)
+        if self._cache is not None and table.num_dropped:
+            # Without the blocks that were dropped long ago the rest could not be found: let all
+            # of the chain become evictable together, its head last.
+            heads = self._cache.acquire(self._chain_of(table)[: table.num_dropped])
+            blocks = heads + blocks
+        self.release(blocks)
+
+    @staticmethod
+    def _chain_of(table: BlockTable) -> list[Entry]:
+        """The entries of a table's published blocks, first to last; none if they are forgotten."""
+        chain, entry = [], table.parent
+        while entry is not None and entry.parent is not None:
+            chain.append(entry)
+            entry = entry.parent
+        return chain[::-1]
 
     # Prefix cache
 

@@ -116,14 +116,6 @@ class PrefixCachingBlockAllocator(BlockAllocator):
         if entry is not None:
             self._forget(entry)
 
-    def renew(self, entry: Entry) -> None:
-        """Make a chain, up from this entry, the most recently used: its head last of all."""
-        above = entry.parent
-        while above is not None:
-            if entry.block in self._evictable:
-                self._evictable.move_to_end(entry.block)
-            entry, above = above, above.parent
-
     def reset(self) -> None:
         """Forget all content. References stay."""
         for block in range(self.num_blocks):
