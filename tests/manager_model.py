@@ -101,8 +101,6 @@ class ManagerModel:
         assert len(set(blocks)) == len(blocks)
         assert not [b for b in blocks if refs[b]], "a block in use was handed out"
         plain = set(range(self.total)) - set(+refs) - set(self.prefix.lru)
-        if len(blocks) > len(plain):
-            assert plain <= set(blocks), "evicted cached content though a plain block was free"
         plain = self.prefix.make_plain(len(blocks), plain)
         assert set(blocks) <= plain, "evicted out of order"
         self.cache.poison(blocks)
@@ -112,6 +110,12 @@ class ManagerModel:
         after = self.refs()
         gone = [b for b in dict.fromkeys(reversed(blocks)) if b >= 0 and before[b] and not after[b]]
         self.prefix.release(gone)
+
+    def leave(self, h: Live, blocks: list[int], before: Counter[int]) -> None:
+        """A sequence gives back its GPU blocks for good."""
+        self.release(blocks, before)
+        if self.config.sliding_window is not None and h.publishes and self.prefix.is_live(h.parent):
+            self.prefix.renew(h.parent)
 
     # --- after every call -----------------------------------------------------------------------
 

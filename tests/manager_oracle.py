@@ -232,14 +232,16 @@ class CheckedManager(ManagerModel):
 
     def note_computed(self, h: Live, num_tokens: int, before: Counter[int]) -> None:
         """Publish full blocks, then give back what fell behind the window."""
-        h.computed = max(h.computed, num_tokens)
+        if num_tokens < h.computed:
+            return  # nothing new was said
+        h.computed = num_tokens
         contents = self.contents(h.values[: h.computed])
         for k in range(h.published, len(contents)):
             h.publishes = h.publishes and self.prefix.is_live(h.parent)
             if h.publishes:
                 h.parent = self.prefix.publish(contents[k], h.parent, h.blocks[k])
         h.published = max(h.published, len(contents))
-        drops = self.window_drops(h.computed)
+        drops = self.window_drops(num_tokens)
         gone = h.blocks[:drops]
         h.blocks[:drops] = [-1] * len(gone)
         h.dropped = max(h.dropped, len(gone))
@@ -311,7 +313,6 @@ class CheckedManager(ManagerModel):
         assert not answer or len(least) <= free
         pairs = self.attempt(answer, lambda: self.manager.swap_out(group))
         if pairs is not None:
-            before = self.refs()
             moved = dict(pairs)
             assert len(moved) == len(pairs) and least <= moved.keys() <= distinct
             assert len(set(moved.values())) == len(pairs)
@@ -319,14 +320,11 @@ class CheckedManager(ManagerModel):
             assert not in_use & set(moved.values()), "a CPU block in use was overwritten"
             assert all(0 <= b < self.config.num_cpu_blocks for b in moved.values())
             self.cache.swap_out(pairs)
-            given_up = []
             for h in handles:
-                given_up.append(h.blocks)
-                kept = [b for b in h.blocks if b < 0 or b in moved]
+                before, blocks = self.refs(), h.blocks
+                kept = [b for b in blocks if b < 0 or b in moved]
                 h.cpu, h.blocks = [moved.get(b, -1) for b in kept], []
-            for blocks in given_up:
-                self.release(blocks, before)
-                before = Counter({b: n for b, n in before.items() if b not in blocks})
+                self.leave(h, blocks, before)
         self.check()
         return pairs is not None
 
@@ -354,10 +352,11 @@ class CheckedManager(ManagerModel):
     def free(self, h: Live) -> None:
         """End a sequence at whatever stage it is."""
         self.begin("free")
-        before, blocks = self.refs(), h.blocks
+        before = self.refs()
         self.manager.free(h.seq)
         del self.live[h.seq.seq_id]
-        self.release(blocks, before)
+        if not h.swapped:
+            self.leave(h, h.blocks, before)
         self.check()
 
     def reset(self) -> None:

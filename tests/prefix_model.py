@@ -71,6 +71,14 @@ class PrefixModel:
             if block in self.lru:
                 self.lru.remove(block)
 
+    def renew(self, entry: Entry | None) -> None:
+        """Behind a window heads are released first: put a chain back in order, head last."""
+        while entry is not None:
+            if entry.block in self.lru:
+                self.lru.remove(entry.block)
+                self.lru.append(entry.block)
+            entry = entry.parent
+
     def clear(self) -> None:
         """Forget everything."""
         self.entries.clear()

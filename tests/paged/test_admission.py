@@ -441,9 +441,7 @@ def test_free_is_refused_twice_and_for_strangers():
         manager.free(Sequence("stranger", [1]))
 
 
-@pytest.mark.parametrize(
-    "name", ["block_table", "append_slots", "num_cached_tokens", "free"]
-)
+@pytest.mark.parametrize("name", ["block_table", "append_slots", "num_cached_tokens", "free"])
 def test_calls_on_an_unknown_sequence_name_it(name):
     manager = make_manager(4, 4)
     with refused(manager, NotAllocatedError, "nobody"):
@@ -465,3 +463,50 @@ def test_mark_trim_fork_and_batches_of_an_unknown_sequence_name_it():
         with refused(manager, NotAllocatedError, "nobody"):
             call()
     assert len(known) == len(nobody) == 1
+
+
+@pytest.mark.parametrize("name", ["salt", "extra_key"])
+def test_a_group_whose_members_may_not_share_is_refused_whole(name):
+    manager = make_manager(8, 4)
+    seqs = [Sequence(k, [1, 2, 3], **{name: k}) for k in (1, 2)]
+    with refused(manager, ValueError):
+        manager.allocate(SequenceGroup("r", seqs))
+    for seq in seqs:
+        with pytest.raises(NotAllocatedError):
+            manager.block_table(seq)
+
+
+def test_a_fork_under_another_salt_is_refused():
+    manager = make_manager(8, 4)
+    parent = Sequence("a", [1, 2, 3], salt="x")
+    manager.allocate(parent)
+    with refused(manager, ValueError):
+        manager.fork(parent, Sequence("b", [1, 2, 3], salt="y"))
+    with pytest.raises(NotAllocatedError):
+        manager.block_table(Sequence("b", [1, 2, 3], salt="y"))
+
+
+@pytest.mark.parametrize("bad", [1.5, "2", None])
+def test_counts_of_tokens_are_ints(bad):
+    manager = make_manager(8, 4)
+    seq = admit(manager, "a", range(6), computed=False)
+    for call in (
+        lambda: manager.mark_computed(seq, bad),
+        lambda: manager.trim(seq, bad),
+        lambda: manager.build_batch([seq], [bad]),
+        lambda: manager.build_batch([seq], [1], context_lens=[bad]),
+    ):
+        with refused(manager, (TypeError, ValueError)):
+            call()
+    assert len(seq) == 6
+
+
+def test_swap_in_of_what_is_not_swapped_is_refused():
+    manager = make_manager(8, 4, num_cpu_blocks=8)
+    here, away = admit(manager, "here", range(6)), admit(manager, "away", range(50, 56))
+    manager.swap_out(SequenceGroup("r", [away]))
+    with refused(manager, AlreadyAllocatedError, "here"):
+        manager.swap_in(SequenceGroup("r", [away, here]))
+    assert not manager.can_swap_out(SequenceGroup("r", [away, here]))
+    with refused(manager, NotOnGpuError, "away"):
+        manager.swap_out(SequenceGroup("r", [here, away]))

@@ -87,7 +87,16 @@ def test_an_empty_batch_has_no_rows():
 
 @pytest.mark.parametrize(
     ("query_lens", "context_lens"),
-    [([2], [9]), ([11], [0]), ([1], [10]), ([-1], [5]), ([1], [-1]), ([11], None), ([1, 1], None)],
+    [
+        ([2], [9]),
+        ([11], [0]),
+        ([1], [10]),
+        ([-1], [5]),
+        ([1], [-1]),
+        ([11], None),
+        ([1, 1], None),
+        ([], None),
+    ],
 )
 def test_tokens_outside_the_sequence_are_refused(query_lens, context_lens):
     manager = make_manager(8, 4)
@@ -294,6 +303,55 @@ def test_step_refuses_the_same_sequence_twice():
     with refused(manager, ValueError, "a"):
         manager.step([seq, other, seq], [1, 2, 3])
     assert (len(seq), len(other)) == (2, 1)
+
+
+@pytest.mark.parametrize("device", ["nonsense", "meta:x", 7.5, torch.float16])
+def test_a_device_that_is_not_there_changes_nothing(device):
+    manager = make_manager(8, 4)
+    parent = admit(manager, "a", [1, 2, 3])
+    child = parent.fork("b")
+    manager.fork(parent, child)
+    for call in (
+        lambda: manager.step([parent, child], [4, 5], device=device),
+        lambda: manager.build_batch([parent, child], device=device),
+    ):
+        with refused(manager, (RuntimeError, ValueError, TypeError)):
+            call()
+    assert (len(parent), len(child)) == (3, 3)
+    _, batch = manager.step([parent, child], [4, 5], device=torch.device("cpu"))
+    assert batch.seq_lens.tolist() == [4, 4]
+
+
+def test_a_sequence_named_twice_is_refused_or_served_twice():
+    manager = make_manager(16, 2)
+    seq, other = admit(manager, "a", [1, 2, 3]), admit(manager, "b", [7])
+    for _ in range(4):
+        try:
+            batch = manager.build_batch([seq, other, seq])
+        except ValueError:
+            pass
+        else:
+            check_rows(manager, batch, [seq, other, seq], [len(seq) - 1, len(other) - 1] * 2)
+        grow(manager, seq, [4, 5, 6])
+
+
+def test_a_step_whose_append_token_raises_is_undone():
+    class Fussy(Sequence):
+        __slots__ = ()
+
+        def append_token(self, token):
+            if token == 13:
+                raise ValueError("token 13")
+            super().append_token(token)
+
+    manager = make_manager(8, 1)
+    seqs = []
+    for k in range(3):
+        seqs.append(Fussy(k, [k]))
+        manager.allocate(seqs[-1])
+    with refused(manager, ValueError, "13"):
+        manager.step(seqs, [1, 2, 13])
+    assert [list(seq.token_ids) for seq in seqs] == [[0], [1], [2]]
 
 
 def test_step_of_nothing_is_an_empty_batch():

@@ -37,7 +37,7 @@ WALK = settings(
 )
 
 pick = st.integers(0, 11)
-token = st.integers(0, 2)  # few tokens: equal prefixes are common
+token = st.integers(0, 1)  # few tokens: equal prefixes are common
 
 
 class ManagerWalk(RuleBasedStateMachine):
@@ -49,15 +49,16 @@ class ManagerWalk(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.walk = None
+        self.past = []
 
     @initialize(
         num_gpu_blocks=st.integers(3, 12),
         num_cpu_blocks=st.integers(0, 6),
-        caching=st.sampled_from([True, True, True, False]),
-        max_cached_blocks=st.sampled_from([None, None, 0, 2]),
+        caching=st.sampled_from([True] * 7 + [False]),
+        max_cached_blocks=st.sampled_from([None] * 6 + [0, 2]),
         free_order=st.sampled_from(["fifo", "first_fit"]),
         watermark=st.sampled_from([0.0, 0.2, 0.4]),
-        window=st.sampled_from([None, None, 1, 3, 8, 17]),
+        window=st.sampled_from([None] * 5 + [1, 3, 8, 17]),
         hash_fn=st.sampled_from([None, constant_hash]),
     )
     def start(
@@ -94,18 +95,38 @@ class ManagerWalk(RuleBasedStateMachine):
     def some_swapped(self):
         return bool(self.walk and self.walk.swapped())
 
+    def finish(self, h):
+        """Write and publish all that has a slot, as an engine does after each step."""
+        if h.written < h.slotted:
+            self.walk.compute(h, h.slotted - h.written)
+        if h.computed < h.written:
+            self.walk.mark(h, h.written)
+
     @rule(
         blocks=st.integers(0, 4),
         offset=st.integers(-1, 1),
-        tokens=st.lists(token, min_size=1, max_size=3),
-        num_seqs=st.sampled_from([1, 1, 1, 2, 3]),
-        salt=st.sampled_from([None, None, None, "s"]),
-        extra_key=st.sampled_from([None, None, None, 1, "1"]),
+        change=st.integers(0, 40),
+        num_seqs=st.sampled_from([1, 1, 1, 1, 2, 3]),
+        again=st.sampled_from([None, 0, 0, 1, 1, 2, 3]),
+        keys=st.sampled_from([(None, None)] * 3 + [("s", None), (None, 1), (None, "1")]),
+        finish=st.sampled_from([True, True, True, False]),
     )
-    def allocate(self, blocks, offset, tokens, num_seqs, salt, extra_key):
+    def allocate(self, blocks, offset, change, num_seqs, again, keys, finish):
         length = max(1, blocks * self.block_size + offset)
-        prompt = (tokens * length)[:length]
-        self.walk.allocate(prompt, num_seqs, salt, extra_key)
+        prompt = [0] * length
+        if again is not None and again < len(self.past):  # what an earlier sequence held
+            tokens, keys = self.past[again]
+            prompt = (tokens + prompt)[:length]
+        if change < length:
+            prompt[change] = 2
+        for h in self.walk.allocate(prompt, num_seqs, *keys):
+            self.remember(h)
+            if finish:
+                self.finish(h)
+
+    def remember(self, h):
+        self.past.insert(0, (list(h.seq.token_ids), (h.seq.salt, h.seq.extra_key)))
+        del self.past[4:]
 
     @precondition(some_running)
     @rule(index=pick, part=st.integers(1, 4))
@@ -124,12 +145,17 @@ class ManagerWalk(RuleBasedStateMachine):
 
     @precondition(some_running)
     @rule(
-        index=pick, tokens=st.lists(token, max_size=5), lookahead=st.sampled_from([0, 0, 0, 1, 3])
+        index=pick,
+        tokens=st.lists(token, max_size=5),
+        lookahead=st.sampled_from([0, 0, 0, 1, 3]),
+        finish=st.booleans(),
     )
-    def append(self, index, tokens, lookahead):
+    def append(self, index, tokens, lookahead, finish):
         h = self.one(index, self.walk.running())
         if len(h.seq) < 8 * self.block_size + 8:
-            self.walk.append(h, tokens, lookahead)
+            done = self.walk.append(h, tokens, lookahead)
+            if done is not None and finish:
+                self.finish(h)
 
     @precondition(some_running)
     @rule(
@@ -151,7 +177,7 @@ class ManagerWalk(RuleBasedStateMachine):
     @precondition(some_running)
     @rule(index=pick)
     def fork(self, index):
-        if len(self.walk.live) < 8:
+        if len(self.walk.live) < 5:
             self.walk.fork(self.one(index, self.walk.running()))
 
     @precondition(some_running)
@@ -177,9 +203,11 @@ class ManagerWalk(RuleBasedStateMachine):
     @precondition(lambda self: self.walk and self.walk.live)
     @rule(index=pick)
     def free(self, index):
-        self.walk.free(self.one(index, list(self.walk.live.values())))
+        h = self.one(index, list(self.walk.live.values()))
+        self.remember(h)
+        self.walk.free(h)
 
-    @rule(chance=st.integers(0, 3))
+    @rule(chance=st.integers(0, 9))
     def reset_prefix_cache(self, chance):
         if chance == 0:
             self.walk.reset()
