@@ -45,12 +45,6 @@ SIZES: dict[str, tuple[Any, ...]] = {
     "index_dtype": (torch.int32, torch.int64),
     "filler": (float("nan"), float("inf"), 1000.0),
 }
-_LENGTHS = {  # of sequences and of queries
-    "decode": ([1, 40, 0, 19], None),
-    "split decode": ([1, 40, 0, 19], None),
-    "prefill": ([3, 23], [3, 17]),
-    "mixed": ([21, 14, 3, 1], [1, 9, 0, 1]),
-}
 
 
 def refuses(backend: str, option: str) -> bool:
@@ -83,8 +77,11 @@ def batch_of(case: dict[str, Any]) -> tuple[PagedBatch, dict[str, Any]]:
     """The batch of a case, and the options to attend with."""
     head_dim, head_dim_v = case["head dims"]
     block_size, num_heads = case["block_size"], 2 * case["group_size"]
-    seq_lens, query_lens = _LENGTHS[case["phase"]]
-    prefix = -(-16 // block_size) * block_size if case["common_prefix_len"] else 0
+    seq_lens, query_lens = _lengths(case)
+    prefix = 0
+    if case["common_prefix_len"]:  # at least one tile of keys
+        prefix = 16 if case["dtype"] == torch.float32 else 128
+        prefix = -(-prefix // block_size) * block_size
     if prefix and query_lens is None:  # no query may lie before the prefix
         seq_lens = [max(1, seq_len) for seq_len in seq_lens]
     batch = make_batch(
@@ -122,6 +119,18 @@ def batch_of(case: dict[str, Any]) -> tuple[PagedBatch, dict[str, Any]]:
         tree = torch.rand(len(seq_lens), side, side, generator=generator) < 0.5
         options["draft_mask"] = tree | torch.eye(side).bool()
     return batch, options
+
+
+def _lengths(case: dict[str, Any]) -> tuple[list[int], list[int] | None]:
+    """Of the sequences and of their queries, one of them too long for a decode tile of 16 rows."""
+    longest = 16 // case["group_size"] + 3
+    match case["phase"]:
+        case "prefill":
+            return [3, longest + 6], [3, longest]
+        case "mixed":
+            return [21, longest + 5, 3, 1], [1, longest, 0, 1]
+        case _:
+            return [1, 40, 0, 19], None
 
 
 def _allowed(case: dict[str, Any]) -> bool:
