@@ -1,12 +1,14 @@
 """Read the K and V of one sequence through its block table, as contiguous pieces.
 
 Neighbouring blocks of a contiguous cache are one tensor already: a long run of consecutive block
-ids is handed out as a view. All else is gathered, whole blocks at a time, into one workspace per
-call, sized so that what was just gathered is still in cache when it is read.
+ids is handed out as a view. All else is gathered into a workspace, sized so that what was just
+gathered is still in cache when it is read. On a CPU each thread keeps its workspace, because fresh
+memory costs more in page faults than the copy itself.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -19,6 +21,9 @@ from .options import AttentionCall
 
 GATHER_BYTES = 4 << 20  # K of one gathered piece; larger ones pay page faults in every call
 RUN_BYTES = 2 << 20  # a shorter run costs less to copy than to merge as a piece of its own
+KEEP_BYTES = 2 * GATHER_BYTES  # the most that a thread keeps for K, and for V
+
+_kept = threading.local()
 
 
 class Piece(NamedTuple):
@@ -34,8 +39,8 @@ class Pages:
 
     def __init__(self, call: AttentionCall) -> None:
         self._block_size = call.key_cache.shape[1]
-        self._key = _Cache(call.key_cache, call.k_scale)
-        self._value = _Cache(call.value_cache, call.v_scale)
+        self._key = _Cache("key", call.key_cache, call.k_scale)
+        self._value = _Cache("value", call.value_cache, call.v_scale)
         self._table = call.block_table
         self._host_table = call.block_table.cpu().numpy()
         self._follows = np.diff(self._host_table, axis=1) == 1  # entry i + 1 is block i's neighbour
@@ -44,8 +49,8 @@ class Pages:
             cache.stride(0) == self._block_size * cache.stride(1)
             for cache in (call.key_cache, call.value_cache)
         )
-        if not self.joinable:
-            self._follows[:] = False
+        if call.num_splits is not None or not self.joinable:
+            self._follows[:] = False  # where pieces meet must not depend on where blocks lie
         block_bytes = call.key_cache[:1].nbytes
         self._gather_blocks = max(1, GATHER_BYTES // block_bytes)
         self._run_blocks = -(-RUN_BYTES // block_bytes)
@@ -76,9 +81,9 @@ class Pages:
 
     def _plan(self, seq: int, first: int, last: int) -> Iterator[tuple[int, int, bool]]:
         """Entries `first .. last - 1` cut into (i, j, whether they are one run of blocks)."""
-        follows = self._follows[seq, first : last - 1]
         if first >= last:
             return
+        follows = self._follows[seq, first : last - 1]
         if follows.all():
             yield first, last, True
             return
@@ -100,12 +105,12 @@ class Pages:
 class _Cache:
     """One cache tensor, read some blocks at a time."""
 
-    def __init__(self, cache: Tensor, scale: float | Tensor | None) -> None:
+    def __init__(self, name: str, cache: Tensor, scale: float | Tensor | None) -> None:
+        self._name = name
         # index_select knows no fp8, and bytes are bytes
         self._cache = cache.view(torch.uint8) if cache.dtype in QUANTISED_DTYPES else cache
         self._dtype = cache.dtype
         self._scale = scale
-        self._workspace = self._cache.new_empty(0)
 
     def blocks(self, blocks: slice | Tensor) -> Tensor:
         """The tokens of some blocks, [num_blocks * block_size, num_kv_heads, head_dim]."""
@@ -120,11 +125,22 @@ class _Cache:
         return self._real(stored, lambda planes: planes.flatten(0, 1)[slots])
 
     def _gather(self, rows: Tensor, index: Tensor) -> Tensor:
-        size = len(index) * rows[0].numel()
-        if self._workspace.numel() < size:
-            self._workspace = rows.new_empty(size)
-        out = self._workspace[:size].view(len(index), *rows.shape[1:])
+        num_bytes = len(index) * rows[0].nbytes
+        out = self._workspace(num_bytes).view(rows.dtype).view(len(index), *rows.shape[1:])
         return torch.index_select(rows, 0, index, out=out)
+
+    def _workspace(self, num_bytes: int) -> Tensor:
+        """`num_bytes` as uint8, valid until the next gather of this name and thread."""
+        device = self._cache.device
+        if device.type != "cpu":  # its allocator keeps freed memory, and knows about streams
+            return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        buffer: Tensor | None = getattr(_kept, self._name, None)
+        if buffer is None or len(buffer) < num_bytes:
+            with torch.inference_mode(False):  # a tensor of inference mode could serve no other
+                buffer = torch.empty(num_bytes, dtype=torch.uint8)
+            if num_bytes <= KEEP_BYTES:
+                setattr(_kept, self._name, buffer)
+        return buffer[:num_bytes]
 
     def _real(self, stored: Tensor, look_up: Callable[[Tensor], Tensor]) -> Tensor:
         """Stored tokens as numbers; `look_up` finds theirs in a plane of scales."""

@@ -3,9 +3,14 @@
 The query heads that share a KV head are packed into rows, `[num_kv_heads, tokens * group_size,
 head_dim]`, so that K and V are read once for all of them. Rows are taken a tile at a time: its
 scores stay in cache, and keys that none of its rows can see are never touched.
+
+A state is `[tokens, num_kv_heads, group_size, ..]` throughout the backend.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,116 +22,129 @@ from .options import AttentionCall
 TILE_ROWS = 256
 
 
+class Queries(NamedTuple):
+    """The new tokens of a sequence, which are its last."""
+
+    rows: Tensor  # [num_tokens, num_heads, head_dim]
+    position: int  # of the first
+    seq_len: int
+    draft_mask: Tensor | None = None  # bool [num_tokens, num_tokens]
+
+
 def attend_piece(
-    call: AttentionCall,
-    query: Tensor,
-    piece: Piece,
-    first_position: int | None = None,
-    draft_mask: Tensor | None = None,
-) -> State:
-    """Attention of `query` over `piece` alone.
-
-    Args:
-        query: `[num_tokens, num_heads, head_dim]`, consecutive tokens of one sequence.
-        first_position: position of the first of them. None: rows of any sequences, each of which
-            sees the whole piece.
-        draft_mask: bool `[num_tokens, num_tokens]` of this sequence.
-    """
-    num_tokens, num_heads, _ = query.shape
-    num_keys, num_kv_heads, _ = piece.value.shape
-    key, value = piece.key.transpose(0, 1)[None], piece.value.transpose(0, 1)[None]
-    attend = flash
+    call: AttentionCall, queries: Queries, piece: Piece
+) -> Iterator[tuple[int, State]]:
+    """Attention over `piece` alone: (first token, state) of each tile that sees any of it."""
+    key, value = piece.key, piece.value
+    kernel = flash
     if not can_flash(call):
-        attend, key, value = _written_out, key.float(), value.float()
-
-    states = []
-    tile = max(1, TILE_ROWS // (num_heads // num_kv_heads))
-    for begin in range(0, num_tokens, tile):
-        tokens = slice(begin, min(begin + tile, num_tokens))
-        grouped = query[tokens].unflatten(1, (num_kv_heads, -1)).transpose(0, 1)
-        rows = grouped.flatten(1, 2).to(key.dtype)[None]
-        keys, seen, bias = slice(0, num_keys), None, None
-        if first_position is not None:
-            keys, seen = _visible(call, tokens, piece, first_position, draft_mask)
-            if keys.start >= keys.stop:
-                states.append(no_keys(call, query[tokens]))
-                continue
-            bias = _bias(call, seen, tokens, keys, piece.start - first_position, rows.dtype)
-        out, lse = attend(call, rows, key[:, :, keys], value[:, :, keys], bias)
-        out = out.view(*grouped.shape[:3], -1).transpose(0, 1).flatten(1, 2)
-        lse = lse.view(grouped.shape[:3]).transpose(0, 1).flatten(1, 2)
-        if seen is not None:  # what a softmax over no key gives is a matter of taste: 0 and -inf
-            blind = ~seen.any(1)[:, None]
-            out, lse = out.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, float("-inf"))
-        states.append(State(out, lse))
-    if len(states) == 1:
-        return states[0]
-    return State(
-        torch.cat([state.out for state in states]), torch.cat([state.lse for state in states])
-    )
+        kernel, key, value = written_out, key.float(), value.float()
+    step = tile_tokens(call)
+    for begin in range(0, len(queries.rows), step):
+        tokens = range(begin, min(begin + step, len(queries.rows)))
+        keys = _keys_in_sight(call, queries, tokens, range(piece.start, piece.start + len(key)))
+        if len(keys) > 0:
+            part = slice(keys.start - piece.start, keys.stop - piece.start)
+            rows = queries.rows[begin : tokens.stop]
+            seen = seen_keys(call, queries, tokens, keys)
+            bias = score_bias(call, queries, tokens, keys, seen, key.dtype)
+            yield begin, attend_tile(call, kernel, rows, key[part], value[part], seen, bias)
 
 
-def no_keys(call: AttentionCall, query: Tensor) -> State:
-    """Attention of `query` over nothing."""
-    out = query.new_zeros((*query.shape[:2], call.value_cache.shape[3]))
-    return State(out, query.new_full(query.shape[:2], float("-inf"), dtype=torch.float32))
+def tile_tokens(call: AttentionCall) -> int:
+    """Query tokens of a tile."""
+    return max(1, TILE_ROWS // call.dims.group_size)
 
 
-def _visible(
+def attend_tile(
     call: AttentionCall,
-    tokens: slice,
-    piece: Piece,
-    first_position: int,
-    draft_mask: Tensor | None,
-) -> tuple[slice, Tensor | None]:
-    """The keys of the piece that some of `tokens` see, and bool [tokens, keys]; None: all of it."""
-    causal, window = call.variant.causal and draft_mask is None, call.variant.sliding_window
-    first, last = first_position + tokens.start, first_position + tokens.stop - 1
-    low, high = piece.start, piece.start + len(piece.key)
-    if causal:
-        high = min(high, last + 1)
-    if window is not None:
-        low = max(low, first - window + 1)
-    keys = slice(low - piece.start, high - piece.start)
-
-    cut_above = high - 1 > first if causal else draft_mask is not None and high > first_position
-    cut_below = window is not None and low <= last - window
-    if low >= high or not (cut_above or cut_below):
-        return keys, None
-    distance = _distance(tokens, keys, piece.start - first_position, piece.key.device)
-    seen = torch.ones_like(distance, dtype=torch.bool)
-    if causal:
-        seen &= distance <= 0
-    elif draft_mask is not None and high > first_position:
-        new = max(low, first_position)
-        columns = slice(new - first_position, high - first_position)
-        seen[:, new - low :] = draft_mask[tokens, columns]
-    if window is not None:
-        seen &= distance > -window
-    return keys, seen
-
-
-def _distance(tokens: slice, keys: slice, offset: int, device: torch.device) -> Tensor:
-    """Key position - query position, [tokens, keys], when key 0 is `offset` after token 0."""
-    token = torch.arange(tokens.start, tokens.stop, device=device)
-    return torch.arange(keys.start, keys.stop, device=device) + offset - token[:, None]
-
-
-def _bias(
-    call: AttentionCall,
+    kernel: Callable[..., State],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     seen: Tensor | None,
-    tokens: slice,
-    keys: slice,
-    offset: int,
+    bias: Tensor | None,
+) -> State:
+    """Attention of one tile `query` [tokens, num_heads, head_dim] over `key` [keys, num_kv_heads, ..]."""
+    grouped = query.view(len(query), key.shape[1], -1, query.shape[2]).transpose(0, 1)
+    rows = grouped.flatten(1, 2).to(key.dtype)
+    out, lse = kernel(
+        call, rows[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None], bias
+    )
+    out = out.view(*grouped.shape[:3], -1).transpose(0, 1)
+    lse = lse.view(grouped.shape[:3]).transpose(0, 1)
+    if seen is not None:  # what a softmax over no key gives is a matter of taste: 0 and -inf
+        blind = ~seen.any(1)[:, None, None]
+        out, lse = out.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, float("-inf"))
+    return State(out, lse)
+
+
+def no_keys(call: AttentionCall, num_tokens: int) -> State:
+    """Attention over nothing."""
+    dims = call.dims
+    shape = (num_tokens, dims.num_kv_heads, dims.group_size)
+    lse = call.query.new_full(shape, float("-inf"), dtype=torch.float32)
+    return State(call.query.new_zeros((*shape, dims.head_dim_v)), lse)
+
+
+def add_sinks(call: AttentionCall, state: State) -> State:
+    """One more key, without a value."""
+    if call.sinks is None:
+        return state
+    lse = torch.logaddexp(state.lse, call.sinks.view(state.lse.shape[1:]))
+    return State(state.out * torch.exp(state.lse - lse).nan_to_num_(0.0)[..., None], lse)
+
+
+def _keys_in_sight(call: AttentionCall, queries: Queries, tokens: range, keys: range) -> range:
+    """Those of `keys` that lie between what the first token's window and the last token end."""
+    low, high = keys.start, keys.stop
+    if call.variant.causal and queries.draft_mask is None:
+        high = min(high, queries.position + tokens.stop)
+    if call.variant.sliding_window is not None:
+        low = max(low, queries.position + tokens.start - call.variant.sliding_window + 1)
+    return range(low, high)
+
+
+def seen_keys(call: AttentionCall, queries: Queries, tokens: range, keys: range) -> Tensor | None:
+    """Which of `keys` each of `tokens` sees, bool [tokens, keys]; None when all see all."""
+    draft_mask, window = queries.draft_mask, call.variant.sliding_window
+    causal = call.variant.causal and draft_mask is None
+    first, last = queries.position + tokens.start, queries.position + tokens.stop - 1
+    if not (
+        (causal and keys.stop - 1 > first)
+        or (draft_mask is not None and keys.stop > queries.position)
+        or (window is not None and keys.start <= last - window)
+        or keys.stop > queries.seq_len
+    ):
+        return None
+    position, key = _positions(queries, tokens, keys)
+    seen = (key < queries.seq_len).expand(len(tokens), -1)
+    if causal:
+        seen = seen & (key <= position)
+    if draft_mask is not None:  # it has a say among the new tokens only
+        new = key - queries.position
+        among_new = draft_mask[tokens.start : tokens.stop, new.clamp(0, draft_mask.shape[1] - 1)]
+        seen = seen & ((new < 0) | among_new)
+    if window is not None:
+        seen = seen & (key > position - window)
+    return seen
+
+
+def score_bias(
+    call: AttentionCall,
+    queries: Queries,
+    tokens: range,
+    keys: range,
+    seen: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor | None:
     """What is added to the scores: [1, 1 or num_kv_heads, rows, keys], or None for nothing."""
     dims = call.dims
-    bias = None
+    bias: Tensor | None = None
     if call.alibi_slopes is not None:
-        distance = _distance(tokens, keys, offset, call.query.device)
+        position, key = _positions(queries, tokens, keys)
         slopes = call.alibi_slopes.view(dims.num_kv_heads, 1, dims.group_size, 1)
-        bias = slopes * distance[:, None]
+        bias = slopes * (key - position)[:, None]
     if seen is not None:
         bias = torch.zeros((), device=seen.device) if bias is None else bias
         bias = torch.where(seen[:, None], bias, float("-inf"))
@@ -134,6 +152,13 @@ def _bias(
         return None
     bias = bias.to(dtype).expand(-1 if bias.dim() == 4 else 1, -1, dims.group_size, -1)
     return bias.flatten(1, 2)[None]
+
+
+def _positions(queries: Queries, tokens: range, keys: range) -> tuple[Tensor, Tensor]:
+    """Of the queries [tokens, 1] and of the keys [keys]."""
+    device, offset = queries.rows.device, queries.position
+    position = torch.arange(offset + tokens.start, offset + tokens.stop, device=device)
+    return position[:, None], torch.arange(keys.start, keys.stop, device=device)
 
 
 def can_flash(call: AttentionCall) -> bool:
@@ -152,7 +177,7 @@ def flash(
 ) -> State:
     """The kernel under torch's SDPA on CPUs, called by its own name because SDPA returns no lse.
 
-    All arguments are `[batch, heads, rows or keys, head_dim or keys]`.
+    All tensors are `[batch, num_kv_heads, rows or keys, head_dim or keys]`.
     """
     return State(
         *torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -161,14 +186,17 @@ def flash(
     )
 
 
-def _written_out(
+def written_out(
     call: AttentionCall, rows: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
 ) -> State:
+    """The same in a few lines of float32, for what that kernel cannot do."""
     scores = torch.matmul(rows, key.transpose(2, 3)).mul_(call.scale)
     softcap = call.variant.softcap
     if softcap is not None:
         scores.div_(softcap).tanh_().mul_(softcap)
     if bias is not None:
         scores += bias
-    lse = torch.logsumexp(scores, dim=3)
-    return State(torch.matmul(scores.sub_(lse[..., None]).exp_(), value), lse)
+    top = scores.amax(3, keepdim=True)
+    weights = scores.sub_(top).exp_()
+    total = weights.sum(3, keepdim=True)
+    return State(torch.matmul(weights, value).div_(total), (top + total.log()).squeeze(3))
