@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from paged_kernels._backends import UNSUPPORTED
 from paged_kernels.testing import PagedBatch, make_batch
 from pairwise import pairwise
 
@@ -47,30 +46,17 @@ SIZES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def refuses(backend: str, option: str) -> bool:
-    """Whether `backend` raises for `option`; the tests then ask for the error instead."""
-    return option in UNSUPPORTED[backend]
-
-
-def serving(option: str) -> list[str]:
-    """The backends that honour `option`."""
-    return [backend for backend in BACKENDS if not refuses(backend, option)]
-
-
 def is_on(case: dict[str, Any], option: str) -> bool:
     """Whether the case turns the option on."""
     return case[option] != OPTIONS[option][0]
 
 
 @cache
-def matrix(backend: str) -> list[dict[str, Any]]:
-    """Every pair of settings that the backend serves, and every pair of options in every phase."""
-    options = {
-        option: settings[:1] if refuses(backend, option) else settings
-        for option, settings in OPTIONS.items()
-    }
+def matrix() -> list[dict[str, Any]]:
+    """Every pair of settings, and every pair of options in every phase."""
+    factors = {"phase": PHASES, **OPTIONS, **SIZES}
     triples = [("phase", *pair) for pair in itertools.combinations(OPTIONS, 2)]
-    return pairwise({"phase": PHASES, **options, **SIZES}, allowed=_allowed, triples=triples)
+    return pairwise(factors, allowed=_allowed, triples=triples)
 
 
 def batch_of(case: dict[str, Any]) -> tuple[PagedBatch, dict[str, Any]]:

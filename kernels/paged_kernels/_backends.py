@@ -1,4 +1,4 @@
-"""Which backend serves a call, and what each one can honour."""
+"""Which backend serves a call."""
 
 from __future__ import annotations
 
@@ -10,13 +10,6 @@ from types import ModuleType
 import torch
 
 BACKENDS = ("triton", "torch", "reference")
-
-# Options that a backend refuses. The checks and the support table both read this.
-UNSUPPORTED: dict[str, frozenset[str]] = {
-    "triton": frozenset({"quantised cache", "draft_mask"}),
-    "torch": frozenset(),
-    "reference": frozenset(),
-}
 
 
 def resolve_backend(backend: str | None, device: torch.device) -> str:
@@ -51,16 +44,6 @@ def backend_module(backend: str) -> ModuleType:
             from . import reference
 
             return reference
-
-
-def refuse_unsupported(backend: str, option: str, got: object) -> None:
-    """ValueError when `backend` cannot honour `option`."""
-    if option in UNSUPPORTED[backend]:
-        able = [name for name in BACKENDS if option not in UNSUPPORTED[name]]
-        raise ValueError(
-            f"backend={backend!r} cannot honour a {option}, got {got}: use backend "
-            + " or ".join(repr(name) for name in able)
-        )
 
 
 def debugging() -> bool:

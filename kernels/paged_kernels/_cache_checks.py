@@ -7,7 +7,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ._backends import refuse_unsupported
 from ._quantise import QUANTISED_DTYPES
 from ._require import (
     FLOAT32,
@@ -37,10 +36,8 @@ def check_caches(
             raise ValueError(
                 f"{name} must have no axis of size 0 but num_blocks, got shape {list(tensor.shape)}"
             )
-    if key_cache.dtype in QUANTISED_DTYPES:
-        refuse_unsupported(backend, "quantised cache", dtype_name(key_cache.dtype))
-        if key_cache.dtype == torch.float8_e4m3fn and backend == "triton" and key_cache.is_cuda:
-            _check_e4m3(device)
+    if key_cache.dtype == torch.float8_e4m3fn and backend == "triton" and key_cache.is_cuda:
+        _check_e4m3(device)
 
 
 def check_cache_dtype(name: str, tensor: Tensor, key_cache: Tensor) -> None:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._backends import debugging, refuse_unsupported, resolve_backend
+from ._backends import debugging, resolve_backend
 from ._cache_checks import check_cache_dtype, check_caches, checked_scale
 from ._require import (
     FLOAT32,
     FLOAT_DTYPES,
     INT_DTYPES,
-    kind,
     require_bool,
     require_inference,
     require_int,
@@ -98,7 +97,6 @@ def check_attention(
 
     longest_query = 1 if cu_seqlens_q is None else num_tokens
     if draft_mask is not None:
-        refuse_unsupported(backend, "draft_mask", kind(draft_mask))
         side = _check_draft_mask(draft_mask, num_seqs, max_query_len, device)
         longest_query = min(longest_query, side)
     if max_query_len is not None:

@@ -174,6 +174,17 @@ def test_scales_must_suit_the_cache(dtype):
                 reshape_and_cache(**write_arguments(key_cache=cache, value_cache=cache, **scales))
 
 
+def test_e4m3_needs_a_gpu_that_has_it(monkeypatch):
+    from paged_kernels._cache_checks import _check_e4m3
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9 - device.index))
+    _check_e4m3(torch.device("cuda", 0))
+    with pytest.raises(
+        ValueError, match=r"key_cache must not be float8_e4m3fn .* got a GPU of 8.8"
+    ):
+        _check_e4m3(torch.device("cuda", 1))
+
+
 def test_raw_bytes_are_not_taken_for_fp8():
     cache = torch.zeros(4, 16, 2, 8, dtype=torch.uint8)
     with pytest.raises(TypeError, match=r"key_cache .*float8_e4m3fn.*got uint8"):

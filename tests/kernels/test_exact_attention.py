@@ -243,14 +243,8 @@ def test_padding_rows_are_zero_and_minus_infinity(backend):
 
 
 def test_a_draft_mask_replaces_the_causal_rule_among_new_tokens(backend):
-    from paged_kernels._backends import UNSUPPORTED
-
     batch = counting([7], [4])  # positions 3..6 are new: a root, two children, a grandchild
     mask = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]).bool()[None]
-    if "draft_mask" in UNSUPPORTED[backend]:
-        with pytest.raises(ValueError, match="draft_mask"):
-            batch.attend(draft_mask=mask, backend=backend)
-        return
     out = batch.attend(draft_mask=mask, backend=backend)
     assert last_rows(out) == pytest.approx([6 / 4, 10 / 5, 11 / 5, 17 / 6])
     windowed = batch.attend(draft_mask=mask, sliding_window=4, backend=backend)

@@ -6,7 +6,7 @@ The caches are poisoned and guarded, the blocks lie at random places, the tables
 import itertools
 
 import pytest
-from attention_cases import BACKENDS, OPTIONS, PHASES, batch_of, is_on, matrix, refuses
+from attention_cases import BACKENDS, OPTIONS, PHASES, batch_of, is_on, matrix
 from paged_kernels.testing import assert_matches_reference
 
 
@@ -19,43 +19,21 @@ def name(case):
     )
 
 
-CASES = [(backend, case) for backend in BACKENDS[1:] for case in matrix(backend)]
-REFUSED = [
-    (backend, option, phase)
-    for backend in BACKENDS
-    for option in OPTIONS
-    for phase in PHASES
-    if refuses(backend, option)
-]
-
-
-@pytest.mark.parametrize(
-    ("backend", "case"), CASES, ids=[f"{backend}-{name(case)}" for backend, case in CASES]
-)
+@pytest.mark.parametrize("case", matrix(), ids=name)
+@pytest.mark.parametrize("backend", BACKENDS[1:])
 def test_backend_matches_the_reference(backend, case):
     batch, options = batch_of(case)
     assert_matches_reference(batch, backend, **options)
 
 
-@pytest.mark.parametrize(("backend", "option", "phase"), REFUSED)
-def test_backend_refuses_what_it_cannot_honour(backend, option, phase):
-    like = next(case for case in matrix(backend) if case["phase"] == phase)
-    for setting in OPTIONS[option][1:]:
-        batch, options = batch_of({**like, option: setting})
-        with pytest.raises(ValueError, match=f"backend='{backend}' cannot honour a {option}"):
-            batch.attend(**options, backend=backend)
-
-
-@pytest.mark.parametrize("backend", BACKENDS[1:])
-def test_the_matrix_holds_every_pair_of_options_in_every_phase(backend):
-    served = [option for option in OPTIONS if not refuses(backend, option)]
+def test_the_matrix_holds_every_pair_of_options_in_every_phase():
     missing = [
         (phase, *pair)
         for phase in PHASES
-        for pair in itertools.combinations(served, 2)
+        for pair in itertools.combinations(OPTIONS, 2)
         if not any(
             case["phase"] == phase and all(is_on(case, option) for option in pair)
-            for case in matrix(backend)
+            for case in matrix()
         )
     ]
     assert missing == []

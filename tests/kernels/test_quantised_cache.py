@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from attention_cases import BACKENDS, QUANTISED, refuses, serving
+from attention_cases import BACKENDS, QUANTISED
 from paged_kernels import reshape_and_cache
 from paged_kernels._quantise import quantise_int8, round_to_int8
 from paged_kernels.testing import guarded_empty, make_batch
 
-SERVING = serving("quantised cache")
 FP8 = QUANTISED[:2]
 E4M3, E5M2, INT8 = QUANTISED
 
@@ -38,7 +37,7 @@ def stored(rows, dtype, backend, scale=None, num_kv_heads=1):
     return cache[0], scale
 
 
-@pytest.mark.parametrize("backend", SERVING)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", FP8, ids=str)
 def test_fp8_saturates_and_keeps_nan(backend, dtype):
     limit = torch.finfo(dtype).max
@@ -49,7 +48,7 @@ def test_fp8_saturates_and_keeps_nan(backend, dtype):
     assert torch.equal(got.float().flatten().nan_to_num(7), torch.tensor(want).nan_to_num(7))
 
 
-@pytest.mark.parametrize("backend", SERVING)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", FP8, ids=str)
 def test_fp8_is_the_nearest_number_to_x_over_scale(backend, dtype):
     rows = 3 * torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(0))
@@ -66,7 +65,7 @@ def test_int8_rounds_to_nearest_even_and_saturates():
     assert round_to_int8(x).tolist() == [3, -3, 0, 2, 127, 127, -128]
 
 
-@pytest.mark.parametrize("backend", SERVING)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_int8_scale_is_absmax_over_127_of_each_head(backend):
     rows = torch.zeros(3, 2, 16)
     rows[0, 0, :4] = torch.tensor([127.0, -2.5, 1.5, 0.5])  # scale 1: ties go to even
@@ -78,7 +77,7 @@ def test_int8_scale_is_absmax_over_127_of_each_head(backend):
     assert (got[2] == 0).all()
 
 
-@pytest.mark.parametrize("backend", SERVING)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_int8_has_no_bias(backend):
     rows = torch.randn(64, 1, 64, generator=torch.Generator().manual_seed(0))
     got, scale = stored(rows, INT8, backend)
@@ -90,7 +89,7 @@ def test_int8_has_no_bias(backend):
     assert (rows.abs() - real.abs()).mean().abs() < 0.001
 
 
-@pytest.mark.parametrize("backend", SERVING)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_int8_keeps_nan_in_the_scale(backend):
     rows = torch.ones(2, 1, 16)
     rows[0, 0, 3] = float("nan")
@@ -98,7 +97,7 @@ def test_int8_keeps_nan_in_the_scale(backend):
     assert scale[0, 0].isnan().all() and scale[0, 1].item() == pytest.approx(1 / 127)
 
 
-@pytest.mark.parametrize("backend", SERVING)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", QUANTISED, ids=str)
 @pytest.mark.parametrize("query_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_padding_slots_of_a_quantised_cache_are_not_written(backend, dtype, query_dtype):
@@ -114,7 +113,7 @@ def test_padding_slots_of_a_quantised_cache_are_not_written(backend, dtype, quer
     batch.check_guards()
 
 
-@pytest.mark.parametrize("backend", SERVING)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", QUANTISED, ids=str)
 def test_a_cached_prefix_changes_nothing(backend, dtype):
     # 64 tokens at once, or 48 that were cached and 16 new: new tokens attend to what was stored.
@@ -126,7 +125,7 @@ def test_a_cached_prefix_changes_nothing(backend, dtype):
     )
 
 
-@pytest.mark.parametrize("backend", SERVING)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", QUANTISED, ids=str)
 def test_attention_is_near_that_over_a_plain_cache(backend, dtype):
     plain = make_batch([40, 7]).attend(backend=backend)
@@ -150,9 +149,5 @@ def test_sinks_reach_every_kind_of_cache(backend, dtype, phase):
     )
     options |= {"num_splits": 4 if phase == "split decode" else None, "backend": backend}
     sinks = torch.full((4,), 2.0)
-    if refuses(backend, "quantised cache"):
-        with pytest.raises(ValueError, match="quantised cache"):
-            batch.attend(sliding_window=8, sinks=sinks, **options)
-        return
     out = batch.attend(sliding_window=8, sinks=sinks, **options)
     torch.testing.assert_close(out, torch.full_like(out, 0.519850), rtol=0, atol=1e-4)
