@@ -5,14 +5,27 @@ case. Inside, softmax runs in base 2, because `exp2` is one instruction: scores 
 log2(e) from the start. Natural logarithms are what leaves a kernel.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-# The interpreter multiplies the bit patterns of bfloat16, so there dot operands are widened to
-# float32. This is the one difference between the interpreted and the compiled kernels.
+# The interpreter multiplies the bit patterns of bfloat16, so there queries, and with them all dot
+# operands, are widened to float32. It is the one difference from the compiled kernels.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+class Queries(NamedTuple):
+    """The rows of one query tile."""
+
+    tile: tl.tensor  # [M, D]
+    pos: tl.tensor  # [M], positions in the sequence
+    context_len: tl.tensor  # position of the first query token of the sequence
+    query_len: tl.tensor
+    slope: tl.tensor | None  # [M], of ALiBi
+    draft: tl.tensor | None  # [M], pointers to the rows of the draft mask
 
 
 @triton.jit
@@ -35,49 +48,55 @@ def load_rows(x, index, rows, WIDTH: tl.constexpr, PADDED: tl.constexpr, MASKED:
         tile = tl.load(pointers, mask=column < WIDTH, other=0.0)
     else:
         tile = tl.load(pointers)
-    if INTERPRETED:
-        tile = tile.to(tl.float32)
     return tile
 
 
 @triton.jit
-def score(
-    q, k, scale, q_pos, k_pos, slope, key_exists, VARIANT: tl.constexpr, MASKED: tl.constexpr
-):
-    """Base-2 scores [M, N] of queries against keys. If MASKED, unseen pairs are -inf."""
-    s = tl.dot(q, tl.trans(k), input_precision="ieee")
+def score(queries, k, scale, k_pos, exists, VARIANT: tl.constexpr, MASKED: tl.constexpr):
+    """Base-2 scores [M, N]; scale may differ from key to key. If MASKED, unseen pairs are -inf."""
+    s = tl.dot(queries.tile, tl.trans(k), input_precision="ieee")
     if VARIANT.softcap is not None:
         x = s * (scale / VARIANT.softcap)
         tanh = 1 - 2 / (tl.exp2(x * (2 * LOG2E)) + 1)
         s = tanh * (VARIANT.softcap * LOG2E)
     else:
         s *= scale * LOG2E
-    if slope is not None:
-        s += (slope * LOG2E)[:, None] * (k_pos[None, :] - q_pos[:, None])
+    distance = k_pos[None, :] - queries.pos[:, None]
+    if queries.slope is not None:
+        s += (queries.slope * LOG2E)[:, None] * distance
     if MASKED:
-        seen = key_exists[None, :]
-        if VARIANT.causal:
-            seen &= k_pos[None, :] <= q_pos[:, None]
+        seen = exists[None, :]
+        if queries.draft is not None:
+            new = (k_pos - queries.context_len)[None, :]
+            among = (new >= 0) & (new < queries.query_len)
+            drafted = tl.load(queries.draft[:, None] + new, mask=among, other=0) != 0
+            seen &= (new < 0) | drafted
+        elif VARIANT.causal:
+            seen &= distance <= 0
         if VARIANT.sliding_window is not None:
-            seen &= k_pos[None, :] > q_pos[:, None] - VARIANT.sliding_window
+            seen &= distance > -VARIANT.sliding_window
         s = tl.where(seen, s, float("-inf"))
     return s
 
 
 @triton.jit
-def online_softmax(acc, m, l, s, v):
-    """Fold scores s [M, N] and values v [N, D] into the running sum, maximum and denominator."""
+def online_softmax(state, s, v, v_scale):
+    """Fold scores s [M, N] and values v [N, D] into the running (acc, max, denominator)."""
+    acc, m, l = state
     m_new = tl.maximum(m, tl.max(s, 1))
     pivot = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen yet: avoid inf - inf
     alpha = tl.exp2(m - pivot)
     p = tl.exp2(s - pivot[:, None])
+    l = l * alpha + tl.sum(p, 1)
+    if v_scale is not None:
+        p *= v_scale[None, :]
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
-    return acc, m_new, l * alpha + tl.sum(p, 1)
+    return acc, m_new, l
 
 
 @triton.jit
 def attend_tiles(
-    state, q, kv, table, kv_head, q_pos, slope, scale, keys, tiles,
+    state, queries, kv, table, kv_head, scale, keys, tiles,
     DIMS: tl.constexpr, VARIANT: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold the key tiles starting in [tiles[0], tiles[1]), tiles[0] a multiple of TILE.n, into state.
@@ -85,7 +104,6 @@ def attend_tiles(
     MASKED tiles may reach outside keys = [first, end), where nothing is loaded, and may hold pairs
     that the variant hides. Other tiles are seen whole by every row, and pay for no mask.
     """
-    acc, m, l = state
     for start in tl.range(tiles[0], tiles[1], TILE.n):
         k_pos = start + tl.arange(0, TILE.n)
         exists = (k_pos >= keys[0]) & (k_pos < keys[1])
@@ -93,45 +111,51 @@ def attend_tiles(
             block = tl.load(table + k_pos // DIMS.block_size, mask=exists, other=0)
         else:
             block = tl.load(table + k_pos // DIMS.block_size)
-        slot = k_pos % DIMS.block_size
-        row = (block.to(tl.int64)[:, None], slot.to(tl.int64)[:, None], kv_head)
+        block, slot = block.to(tl.int64), (k_pos % DIMS.block_size).to(tl.int64)
+        row = (block[:, None], slot[:, None], kv_head)
         k = load_rows(kv.key, row, exists, DIMS.head_dim, TILE.d, MASKED)
         v = load_rows(kv.value, row, exists, DIMS.head_dim_v, TILE.dv, MASKED)
-        s = score(q, k, scale, q_pos, k_pos, slope, exists, VARIANT, MASKED)
-        acc, m, l = online_softmax(acc, m, l, s, v)
-    return acc, m, l
+        # Stored values are exact in the dtype of the queries; scales join the scores and weights.
+        k, v = k.to(queries.tile.dtype), v.to(queries.tile.dtype)
+        k_scale, v_scale = scale, None
+        if kv.key_scale is not None:
+            plane = at(kv.key_scale, (block, slot, kv_head))
+            k_scale = scale * tl.load(plane, mask=exists, other=0.0)[None, :]
+        if kv.value_scale is not None:
+            v_scale = tl.load(at(kv.value_scale, (block, slot, kv_head)), mask=exists, other=0.0)
+        s = score(queries, k, k_scale, k_pos, exists, VARIANT, MASKED)
+        state = online_softmax(state, s, v, v_scale)
+    return state
 
 
 @triton.jit
 def attend(
-    q, kv, table, kv_head, q_pos, slope, scale, keys, whole,
+    queries, kv, table, kv_head, scale, keys, whole,
     DIMS: tl.constexpr, VARIANT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a query tile over keys = [first, end): (acc [M, D], m [M], l [M]).
+    """Attention of a query tile over keys = [first, end): (acc [M, D], max [M], denominator [M]).
 
     Every row sees all of whole = [first, end): the tiles inside it are the unmasked interior.
     """
     M: tl.constexpr = TILE.m
     DV: tl.constexpr = TILE.dv
-    acc = tl.zeros((M, DV), tl.float32)
     m = tl.full((M,), float("-inf"), tl.float32)
-    l = tl.zeros((M,), tl.float32)
-    state = (acc, m, l)
+    state = (tl.zeros((M, DV), tl.float32), m, tl.zeros((M,), tl.float32))
 
     first = keys[0] // TILE.n * TILE.n
     inner = tl.minimum(tl.cdiv(whole[0], TILE.n) * TILE.n, tl.cdiv(keys[1], TILE.n) * TILE.n)
     outer = tl.maximum(inner, tl.minimum(whole[1], keys[1]) // TILE.n * TILE.n)
     if VARIANT.sliding_window is not None:
         state = attend_tiles(
-            state, q, kv, table, kv_head, q_pos, slope, scale, keys, (first, inner),
+            state, queries, kv, table, kv_head, scale, keys, (first, inner),
             DIMS, VARIANT, TILE, True,
         )  # fmt: skip
     state = attend_tiles(
-        state, q, kv, table, kv_head, q_pos, slope, scale, keys, (inner, outer),
+        state, queries, kv, table, kv_head, scale, keys, (inner, outer),
         DIMS, VARIANT, TILE, False,
     )  # fmt: skip
     return attend_tiles(
-        state, q, kv, table, kv_head, q_pos, slope, scale, keys, (outer, keys[1]),
+        state, queries, kv, table, kv_head, scale, keys, (outer, keys[1]),
         DIMS, VARIANT, TILE, True,
     )  # fmt: skip
 
@@ -145,5 +169,5 @@ def finish(state, sinks, head, rows):
         m_new = tl.maximum(m, sink)
         alpha = tl.exp2(m - m_new)
         acc, m, l = acc * alpha[:, None], m_new, l * alpha + tl.exp2(sink - m_new)
-    out = acc / tl.where(l == 0.0, 1.0, l)[:, None]
-    return out, (m + tl.log2(l)) * LN2
+    l = tl.where(l == 0.0, 1.0, l)  # no key and no sink: output 0, and lse the -inf that m is
+    return acc / l[:, None], (m + tl.log2(l)) * LN2

@@ -18,7 +18,7 @@ one launch of each, in which a program whose sequence belongs to the other retur
 import triton
 import triton.language as tl
 
-from ._tile import at, attend, finish, load_rows
+from ._tile import INTERPRETED, Queries, at, attend, finish, load_rows
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def find_tile(cu_seqlens_q, tile, num_seqs, TOKENS: tl.constexpr):
 @triton.jit(do_not_specialize=["table_stride", "num_seqs", "first_key", "split_size"])
 def attention_kernel(
     out, lse, q, kv, block_table, table_stride, seq_lens, cu_seqlens_q, num_seqs,
-    bias, scale, first_key, split_size,
+    extras, scale, out_scale, first_key, split_size,
     DIMS: tl.constexpr, VARIANT: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = DIMS.group_size
@@ -64,11 +64,12 @@ def attention_kernel(
 
     # the keys that some row sees, [first, end), and those that every row sees
     seq_len = tl.load(seq_lens + seq).to(tl.int32)
-    q_pos = seq_len - query_len + token
-    first_pos = seq_len - query_len + start
-    end_pos = seq_len - query_len + tl.minimum(start + TOKENS, query_len)
+    context_len = seq_len - query_len
+    first_pos, end_pos = context_len + start, context_len + tl.minimum(start + TOKENS, query_len)
     first, end, whole_first, whole_end = first_key, seq_len, first_key, seq_len
-    if VARIANT.causal:
+    if extras.draft_mask is not None:
+        whole_end = tl.maximum(context_len, 0)
+    elif VARIANT.causal:
         end, whole_end = end_pos, tl.maximum(first_pos + 1, 0)
     if VARIANT.sliding_window is not None:
         first = tl.maximum(first_key, first_pos + 1 - VARIANT.sliding_window)
@@ -83,21 +84,24 @@ def attention_kernel(
     keys = (first, end)
     whole = (tl.maximum(first, whole_first), tl.minimum(end, whole_end))
 
-    q_row = ((first_token + token)[:, None], head[:, None])
-    q_tile = load_rows(q, q_row, rows, DIMS.head_dim, TILE.d, True)
-    if bias.alibi_slopes is None:
-        slope = None
-    else:
-        slope = tl.load(bias.alibi_slopes + head, mask=rows, other=0.0)
-    table = block_table + seq * table_stride
-    state = attend(
-        q_tile, kv, table, kv_head, q_pos, slope, scale, keys, whole, DIMS, VARIANT, TILE
+    tile = load_rows(
+        q, ((first_token + token)[:, None], head[:, None]), rows, DIMS.head_dim, TILE.d, True
     )
-    o, natural_lse = finish(state, bias.sinks, head, rows)
+    if INTERPRETED:
+        tile = tile.to(tl.float32)
+    slope, draft = None, None
+    if extras.alibi_slopes is not None:
+        slope = tl.load(extras.alibi_slopes + head, mask=rows, other=0.0)
+    if extras.draft_mask is not None:
+        draft = at(extras.draft_mask, (seq, tl.where(rows, token, 0), 0))
+    queries = Queries(tile, context_len + token, context_len, query_len, slope, draft)
+    table = block_table + seq * table_stride
+    state = attend(queries, kv, table, kv_head, scale, keys, whole, DIMS, VARIANT, TILE)
+    o, natural_lse = finish(state, extras.sinks, head, rows)
 
     out_row = first_token + token if ROWS.packed else seq * ROWS.longest + token
     dv = tl.arange(0, TILE.dv)[None, :]
     out_mask = rows[:, None] & (dv < DIMS.head_dim_v)
-    tl.store(at(out, (split, out_row[:, None], head[:, None], dv)), o, mask=out_mask)
+    tl.store(at(out, (split, out_row[:, None], head[:, None], dv)), o * out_scale, mask=out_mask)
     if lse is not None:
         tl.store(at(lse, (split, out_row, head)), natural_lse, mask=rows)

@@ -42,7 +42,7 @@ def merge_kernel(
         values = at(parts, (part, row, head, column))
         acc += weight * tl.load(values, mask=column < width, other=0.0)
         total += weight
-    acc /= tl.where(total == 0.0, 1.0, total)
-    tl.store(at(out, (token, head, column)), acc, mask=column < WIDTH)
+    total = tl.where(total == 0.0, 1.0, total)  # nothing seen at all: m is -inf
+    tl.store(at(out, (token, head, column)), acc / total, mask=column < WIDTH)
     if lse is not None:
-        tl.store(at(lse, (token, head)), pivot + tl.log2(total) * LN2)
+        tl.store(at(lse, (token, head)), m + tl.log2(total) * LN2)

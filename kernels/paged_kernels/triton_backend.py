@@ -19,17 +19,28 @@ ANY_LENGTH = 2**31 - 1
 
 
 class KV(NamedTuple):
-    """Both caches, as one kernel argument."""
+    """Both caches, and the scales [num_blocks, block_size, num_kv_heads] of what they store."""
 
     key: Strided
     value: Strided
+    key_scale: Strided | None
+    value_scale: Strided | None
 
 
-class Bias(NamedTuple):
-    """Optional per-head tensors; None is compiled away."""
+class Store(NamedTuple):
+    """A cache to write, and the scale of what it stores: one number, or per slot and head."""
+
+    cache: Strided
+    scale: float
+    scales: Strided | None
+
+
+class Extras(NamedTuple):
+    """Optional tensors; None is compiled away."""
 
     alibi_slopes: Tensor | None
     sinks: Tensor | None
+    draft_mask: Strided | None
 
 
 class Rows(NamedTuple):
@@ -123,6 +134,7 @@ def _plan_cascade(call: AttentionCall, tile: Tile, shared: int) -> list[Launch]:
         cu_seqlens_q=cu_seqlens_q,
         variant=Variant(causal=False, softcap=call.variant.softcap),
         sinks=None,  # they join once, with the suffix
+        draft_mask=None,  # every query sees the whole prefix
         out=out[:-1],
         lse=lse[:-1],
     )
@@ -145,6 +157,7 @@ def _attention(
 ) -> Launch:
     """attention_kernel on a grid of (query tiles, splits)."""
     out, lse = call.out, call.lse
+    draft_mask = None if call.draft_mask is None else strided(call.draft_mask.view(torch.uint8))
     args = (
         strided(out) if out.dim() == 4 else Strided(out, (0, *out.stride())),
         None
@@ -153,14 +166,20 @@ def _attention(
         if lse.dim() == 3
         else Strided(lse, (0, *lse.stride())),
         strided(call.query),
-        KV(strided(call.key_cache), strided(call.value_cache)),
+        KV(
+            strided(call.key_cache),
+            strided(call.value_cache),
+            _scales(call.k_scale),
+            _scales(call.v_scale),
+        ),
         call.block_table,
         call.block_table.stride(0),
         call.seq_lens,
         call.cu_seqlens_q,
         call.seq_lens.shape[0],
-        Bias(call.alibi_slopes, call.sinks),
-        call.scale,
+        Extras(call.alibi_slopes, call.sinks, draft_mask),
+        call.scale * _factor(call.k_scale),
+        _factor(call.v_scale),
         first_key,
         split_size,
     )
@@ -169,6 +188,17 @@ def _attention(
     grid3 = (tiles, call.dims.num_kv_heads, splits)
     device = call.query.device
     return Launch(attention_kernel, grid3, args, constants, device, tile.num_warps, tile.num_stages)
+
+
+def _scales(scale: float | Tensor | None) -> Strided | None:
+    """Scales per slot and head; per head, as a view. One number is folded into the launch's own."""
+    if not isinstance(scale, Tensor):
+        return None
+    return strided(scale) if scale.dim() == 3 else Strided(scale, (0, 0, 1))
+
+
+def _factor(scale: float | Tensor | None) -> float:
+    return scale if isinstance(scale, float) else 1.0
 
 
 def _merge(call: AttentionCall, out: Tensor, lse: Tensor, *, tokens: int) -> Launch:
@@ -221,11 +251,17 @@ def reshape_and_cache(
     v_scale: float | Tensor | None,
 ) -> None:
     """Write each token's K and V to its slot."""
-    plan_write(key, value, key_cache, value_cache, slot_mapping).run()
+    plan_write(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale).run()
 
 
 def plan_write(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
 ) -> Launch:
     """The launch of write_kernel."""
     _, block_size, num_kv_heads, head_dim = key_cache.shape
@@ -233,12 +269,18 @@ def plan_write(
     dims = Dims(num_kv_heads, num_kv_heads, head_dim, head_dim_v, block_size)
     # all heads of a token in one program, as far as registers allow
     heads = min(power_of_two(num_kv_heads), 4096 // padded(max(head_dim, head_dim_v)))
+    stored = str(key_cache.dtype).removeprefix("torch.")
+    if stored.startswith("float8"):  # the kernel makes the bytes itself
+        key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
+    elif stored != "int8":
+        stored = "plain"
     args = (
-        strided(key_cache),
-        strided(value_cache),
+        Store(strided(key_cache), _factor(k_scale), _scales(k_scale)),
+        Store(strided(value_cache), _factor(v_scale), _scales(v_scale)),
         strided(key),
         strided(value),
         slot_mapping,
     )
+    constants = {"DIMS": dims, "HEADS": heads, "STORED": stored}
     grid = (slot_mapping.shape[0], -(-num_kv_heads // heads))
-    return Launch(write_kernel, grid, args, {"DIMS": dims, "HEADS": heads}, key.device)
+    return Launch(write_kernel, grid, args, constants, key.device)
