@@ -111,11 +111,11 @@ class ManagerModel:
         gone = [b for b in dict.fromkeys(reversed(blocks)) if b >= 0 and before[b] and not after[b]]
         self.prefix.release(gone)
 
-    def leave(self, h: Live, blocks: list[int], before: Counter[int]) -> None:
-        """A sequence gives back its GPU blocks for good."""
-        self.release(blocks, before)
-        if self.config.sliding_window is not None and h.publishes and self.prefix.is_live(h.parent):
-            self.prefix.renew(h.parent)
+    def leave(self, h: Live, before: Counter[int], blocks: list[int]) -> None:
+        """A sequence gives back its GPU blocks for good, those dropped behind the window anew."""
+        heads = self.prefix.chain(h.parent)[: h.dropped] if h.publishes else []
+        self.prefix.hold(heads)
+        self.release(heads + blocks, before + Counter(heads))
 
     # --- after every call -----------------------------------------------------------------------
 

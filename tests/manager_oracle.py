@@ -324,7 +324,7 @@ class CheckedManager(ManagerModel):
                 before, blocks = self.refs(), h.blocks
                 kept = [b for b in blocks if b < 0 or b in moved]
                 h.cpu, h.blocks = [moved.get(b, -1) for b in kept], []
-                self.leave(h, blocks, before)
+                self.leave(h, before, blocks)
         self.check()
         return pairs is not None
 
@@ -356,7 +356,7 @@ class CheckedManager(ManagerModel):
         self.manager.free(h.seq)
         del self.live[h.seq.seq_id]
         if not h.swapped:
-            self.leave(h, h.blocks, before)
+            self.leave(h, before, h.blocks)
         self.check()
 
     def reset(self) -> None:

@@ -71,13 +71,14 @@ class PrefixModel:
             if block in self.lru:
                 self.lru.remove(block)
 
-    def renew(self, entry: Entry | None) -> None:
-        """Behind a window heads are released first: put a chain back in order, head last."""
-        while entry is not None:
-            if entry.block in self.lru:
-                self.lru.remove(entry.block)
-                self.lru.append(entry.block)
-            entry = entry.parent
+    def chain(self, entry: Entry | None) -> list[int]:
+        """The blocks from the root to this entry; none if they are forgotten."""
+        blocks: list[int] = []
+        if self.is_live(entry):
+            while entry is not None:
+                blocks.insert(0, entry.block)
+                entry = entry.parent
+        return blocks
 
     def clear(self) -> None:
         """Forget everything."""

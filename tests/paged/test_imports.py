@@ -1,7 +1,9 @@
 """What an import may load and what it may not need, each asked in a fresh process."""
 
+import os
 import subprocess
 import sys
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
@@ -37,8 +39,6 @@ def run_python(code, *, without=(), env=None):
 
 
 def without_gpu():
-    import os
-
     return {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 
 
@@ -135,3 +135,8 @@ def test_paged_kernels_never_imports_paged():
 def test_kernels_folder_shadows_no_other_package():
     # A regular package named `kernels` on sys.path breaks a popular library that probes for it.
     assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_triton_is_required_on_linux_only():
+    triton = [line for line in requires("paged") if line.startswith("triton")]
+    assert triton and all("platform_system" in line and "Linux" in line for line in triton)

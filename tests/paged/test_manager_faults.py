@@ -490,6 +490,8 @@ def test_errors_name_the_sequence():
         seq.append_token(token)
     with pytest.raises(NoFreeBlocksError, match="request-17"):
         manager.append_slots(seq)
+    blocks = manager.block_table(seq)
     manager.free(seq)
-    with pytest.raises(PagedError, match="request-17"):
-        manager.free(seq)
+    for use_after_free in (manager.free, manager.block_table, manager.append_slots):
+        with pytest.raises(PagedError, match=rf"request-17.*free.*{blocks[0]}"):
+            use_after_free(seq)

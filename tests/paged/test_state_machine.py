@@ -5,6 +5,7 @@ prints its progress.
 """
 
 import os
+import random
 import sys
 import time
 
@@ -244,3 +245,60 @@ def walk_for(block_size, calls):
 def test_every_call_agrees_with_the_model(block_size):
     calls = CALLS // len(BLOCK_SIZES)
     assert walk_for(block_size, calls) >= calls
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("free_order", ["fifo", "first_fit"])
+def test_a_larger_pool_agrees_with_the_model(free_order, window):
+    """Many sequences with long chains, by plain random choice: what small pools cannot hold."""
+    rng = random.Random(1)
+    walk = ManagerWalk()
+    walk.start(
+        num_gpu_blocks=60,
+        num_cpu_blocks=30,
+        caching=True,
+        max_cached_blocks=None,
+        free_order=free_order,
+        watermark=0.05,
+        window=window,
+        hash_fn=None,
+    )
+    for _ in range(800):
+        index, tokens = rng.randrange(12), [rng.randrange(2) for _ in range(6)]
+        action = rng.choice(
+            [walk.allocate] * 4
+            + [walk.step] * 4
+            + [walk.free] * 2
+            + [walk.append, walk.fork]
+            + [walk.trim, walk.swap_out, walk.swap_in, walk.mark_computed]
+        )
+        if action == walk.allocate:
+            walk.allocate(
+                blocks=rng.randrange(12),
+                offset=rng.randrange(-1, 2),
+                change=rng.randrange(80),
+                num_seqs=rng.choice([1, 1, 1, 2]),
+                again=rng.choice([None, 0, 1, 2, 3]),
+                keys=(None, None),
+                finish=rng.random() < 0.8,
+            )
+        elif walk.walk.live and action == walk.free:
+            walk.free(index=index)
+        elif action == walk.swap_in and walk.walk.swapped():
+            walk.swap_in(index=index, count=rng.randrange(1, 4))
+        elif not walk.walk.running():
+            continue
+        elif action == walk.step:
+            walk.step(rows=rng.sample(range(6), 6), count=6, tokens=tokens)
+        elif action == walk.append:
+            walk.append(index=index, tokens=tokens, lookahead=rng.randrange(6), finish=True)
+        elif action == walk.fork:
+            walk.fork(index=index)
+        elif action == walk.trim:
+            walk.trim(index=index, back=rng.randrange(10))
+        elif action == walk.swap_out:
+            walk.swap_out(index=index, count=rng.randrange(1, 4))
+        elif action == walk.mark_computed:
+            walk.mark_computed(index=index, back=0)
+    assert walk.walk.hit > 0 and walk.walk.calls["swap_in"] > 5
+    walk.walk.finish()
