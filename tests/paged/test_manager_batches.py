@@ -179,6 +179,25 @@ def test_a_clone_is_kept_for_good():
     assert (values(batch), batch.max_query_len, batch.max_seq_len, batch.common_prefix_len) == kept
 
 
+# --- forms for other kernels --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4, 16])
+def test_csr_and_token_slots_say_what_the_tables_say(block_size):
+    manager = make_manager(80, block_size)
+    seqs = [admit(manager, n, range(100 * n, 101 * n)) for n in (1, 3, 4, 5, 8, 16, 17)]
+    batch = manager.build_batch(seqs, [0] * 7, context_lens=[1, 3, 4, 5, 8, 0, 17])
+    kv_indptr, kv_indices, kv_last_page_len = batch.csr()
+    assert kv_indptr.dtype == kv_indices.dtype == kv_last_page_len.dtype == torch.int32
+    indptr, slots = batch.token_slots()
+    for i, (seq, n) in enumerate(zip(seqs, batch.seq_lens.tolist(), strict=True)):
+        blocks = kv_indices[kv_indptr[i] : kv_indptr[i + 1]].tolist()
+        assert blocks == manager.block_table(seq)[: -(-n // block_size)]
+        assert kv_last_page_len[i] == ((n - 1) % block_size + 1 if n else 0)
+        assert slots[indptr[i] : indptr[i + 1]].tolist() == slots_of(manager, seq, 0, n)
+    assert len(kv_indices) == kv_indptr[-1] and len(slots) == indptr[-1]
+
+
 # --- steps --------------------------------------------------------------------------------------
 
 
