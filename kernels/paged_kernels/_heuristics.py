@@ -82,18 +82,22 @@ def padded(width: int) -> int:
     return max(16, power_of_two(width))
 
 
-# Prefill tiles (m, n, num_warps, buffers) of 16-bit values, by family and padded head width: the
-# largest that neither spill nor starve, found by compiling them (bench/static.py prints the cost).
+# Prefill tiles (m, n, num_warps, buffers) of 16-bit queries, by family and padded head width, 0
+# for a quantised cache: the largest that neither spill nor starve, found by compiling them
+# (bench/static.py prints the cost).
 _PREFILL = {
     ("hopper", 64): (128, 128, 8, 2),
     ("hopper", 128): (128, 64, 8, 2),
     ("hopper", 256): (64, 32, 8, 2),
+    ("hopper", 0): (128, 32, 8, 2),
     ("ampere", 64): (64, 64, 4, 3),
     ("ampere", 128): (64, 32, 4, 3),
     ("ampere", 256): (64, 32, 8, 2),
+    ("ampere", 0): (64, 32, 8, 3),
     ("hip", 64): (64, 32, 8, 0),
     ("hip", 128): (64, 32, 8, 0),
     ("hip", 256): (32, 32, 4, 0),
+    ("hip", 0): (32, 32, 4, 0),
 }
 
 # num_stages that keep so many tiles of K and V in shared memory. The block table is loaded in the
@@ -103,12 +107,13 @@ _STAGES = {0: 1, 1: 3, 2: 5, 3: 7}
 
 
 @lru_cache
-def tiles_for(dims: Dims, itemsize: int, device: Device) -> tuple[Tile, Tile]:
-    """The tiles of decode and of prefill for values of `itemsize` bytes."""
-    return choose_tile(False, dims, itemsize, device), choose_tile(True, dims, itemsize, device)
+def tiles_for(dims: Dims, itemsize: int, quantised: bool, device: Device) -> tuple[Tile, Tile]:
+    """The tiles of decode and of prefill, for queries of `itemsize` bytes."""
+    arguments = (dims, itemsize, quantised, device)
+    return choose_tile(False, *arguments), choose_tile(True, *arguments)
 
 
-def choose_tile(prefill: bool, dims: Dims, itemsize: int, device: Device) -> Tile:
+def choose_tile(prefill: bool, dims: Dims, itemsize: int, quantised: bool, device: Device) -> Tile:
     """The tile of one phase. ValueError when not even the smallest fits in shared memory."""
     d, dv = padded(dims.head_dim), padded(dims.head_dim_v)
     width, rows = max(d, dv), padded(dims.group_size)
@@ -116,13 +121,17 @@ def choose_tile(prefill: bool, dims: Dims, itemsize: int, device: Device) -> Til
     if itemsize == 4:  # exact float32 is computed without matrix units, in registers
         m, n, num_warps, buffers = rows, 16, 4 if rows * width <= 16 * 128 else 8, 2
     elif prefill:
-        m, n, num_warps, buffers = _PREFILL[family, max(64, min(width, 256))]
+        wide = width > 128
+        entry = 0 if quantised and not wide else 256 if wide else max(64, width)
+        m, n, num_warps, buffers = _PREFILL[family, entry]
         if rows > m:
             m, num_warps = rows, 8
     else:
         keys = (32 if rows <= 64 else 16) * KIB // ((d + dv) * itemsize)
         m, n, buffers = rows, max(16, min(128, 1 << (keys.bit_length() - 1))), 2
         num_warps = 2 if rows * width <= 16 * 128 else 4 if rows * width <= 64 * 128 else 8
+        if quantised:  # converting takes registers
+            num_warps = max(4, num_warps)
     if family == "hip":
         buffers = 0
     # On a smaller device, fewer buffers first and then fewer keys.

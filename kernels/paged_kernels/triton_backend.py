@@ -229,7 +229,8 @@ def _parts(call: AttentionCall, num_parts: int, num_rows: int) -> tuple[Tensor, 
 
 def _tiles(call: AttentionCall) -> tuple[Tile, Tile]:
     """The tiles of decode and of prefill."""
-    return tiles_for(call.dims, call.query.element_size(), device_of(call.query.device))
+    quantised = call.key_cache.dtype != call.query.dtype
+    return tiles_for(call.dims, call.query.element_size(), quantised, device_of(call.query.device))
 
 
 def _tokens(call: AttentionCall, tile: Tile) -> int:

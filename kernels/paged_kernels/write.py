@@ -42,7 +42,8 @@ def fp8_bits(values, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LIMIT: tl.const
     bits = size.to(tl.int32, bitcast=True)
     bits += (1 << (SHIFT - 1)) - 1 + ((bits >> SHIFT) & 1)
     normal = (bits >> SHIFT) - ((127 - BIAS) << MANTISSA)
-    subnormal = ((size * (2**MANTISSA / SMALLEST) + ROUND) - ROUND).to(tl.int32)
+    steps = tl.minimum(size, SMALLEST) * (2**MANTISSA / SMALLEST)
+    subnormal = ((steps + ROUND) - ROUND).to(tl.int32)
     byte = tl.where(size < SMALLEST, subnormal, normal)
     byte = tl.where(is_nan, 0x7F, byte)
     sign = (values.to(tl.int32, bitcast=True) >> 24) & 0x80
