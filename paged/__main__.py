@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--requests",
         type=int,
         metavar="N",
-        default=96,
+        default=64,
         help="how many, the first of the trace (default: %(default)s)",
     )
     add_number("--max-length", "tokens that longer requests are clipped to")

@@ -63,6 +63,7 @@ class SyntheticModel:
                 self.cache.write(number, key, value, batch, backend=self.config.backend)
             with self.clock("attention"):
                 out = self.cache.attend(number, query, batch, backend=self.config.backend)
+            assert not isinstance(out, tuple)  # no lse was asked for
             dense_key, dense_value = (
                 table.index_select(0, everything) for table in (layer.key, layer.value)
             )

@@ -39,7 +39,7 @@ def test_help_in_a_fresh_process_shows_defaults_and_commands():
     text = " ".join(result.stdout.split())
     for flag, default in (
         ("--trace", "built-in lengths"),
-        ("--requests", "96"),
+        ("--requests", "64"),
         ("--max-length", "2048"),
         ("--block-size", "16"),
         ("--num-blocks", "half of what --max-num-seqs longest requests take"),
