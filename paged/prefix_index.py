@@ -1,8 +1,8 @@
-"""Which content is in which block: found by digest, proven by comparison."""
+"""Which content is in which block: a tree of blocks, one level per block of tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from weakref import WeakValueDictionary
 
 _DEAD = -1
@@ -13,7 +13,6 @@ class Entry:
 
     Two entries are the same content when their tokens are equal and their parents are the same
     object; by induction all earlier tokens, the salt and the extra key are then equal as well.
-    A digest only says where to look, so a bad hash costs time and never correctness.
     """
 
     __slots__ = (
@@ -21,6 +20,7 @@ class Entry:
         "block",
         "child",
         "digest",
+        "is_indexed",
         "next_sibling",
         "parent",
         "previous_sibling",
@@ -33,10 +33,11 @@ class Entry:
         self.digest = digest
         self.tokens = tokens
         self.block = block
-        self.same_digest: Entry | None = None  # the next entry of a list
         self.child: Entry | None = None  # the first of a list linked both ways
         self.next_sibling: Entry | None = None
         self.previous_sibling: Entry | None = None
+        self.is_indexed = False
+        self.same_digest: Entry | None = None  # the next entry of a list, if it is indexed
 
     @property
     def is_live(self) -> bool:
@@ -55,13 +56,17 @@ class Entry:
 
 
 class PrefixIndex:
-    """All live entries by digest."""
+    """All live entries.
+
+    Most blocks have one successor, so the first child of an entry is found by its pointer and only
+    its siblings by digest. Either way parent and tokens are compared: a digest says where to look
+    and never what is there, so a bad hash costs time and not correctness.
+    """
 
     def __init__(self) -> None:
         self._by_digest: dict[bytes, Entry] = {}
         # Held by the entries and chains below them: a salt that is no longer used costs nothing.
         self._roots: WeakValueDictionary[bytes, Entry] = WeakValueDictionary()
-        self.version = 0  # changes whenever a lookup may answer differently
 
     def root(self, key: bytes) -> Entry | None:
         return self._roots.get(key)
@@ -72,21 +77,20 @@ class PrefixIndex:
 
     def find(self, parent: Entry, digest: bytes, tokens: bytes) -> Entry | None:
         """The entry of these tokens under that very parent."""
+        entry = parent.child
+        if entry is None or entry.tokens == tokens:
+            return entry
         entry = self._by_digest.get(digest)
         while entry is not None and not (entry.parent is parent and entry.tokens == tokens):
             entry = entry.same_digest
         return entry
 
-    def walk(self, root: Entry, digests: Sequence[bytes], tokens: Sequence[bytes]) -> list[Entry]:
-        """The entries of the longest known prefix of a chain."""
+    def walk(self, root: Entry, contents: Iterable[tuple[bytes, bytes]]) -> list[Entry]:
+        """The entries of the longest known prefix of a chain of (digest, tokens)."""
         found: list[Entry] = []
-        get, parent = self._by_digest.get, root
-        for digest, block_tokens in zip(digests, tokens, strict=True):
-            entry = get(digest)
-            while entry is not None and not (
-                entry.parent is parent and entry.tokens == block_tokens
-            ):
-                entry = entry.same_digest
+        parent = root
+        for digest, tokens in contents:
+            entry = self.find(parent, digest, tokens)
             if entry is None:
                 break
             found.append(entry)
@@ -95,13 +99,18 @@ class PrefixIndex:
 
     def add(self, parent: Entry, digest: bytes, tokens: bytes, block: int) -> Entry:
         entry = Entry(parent, digest, tokens, block)
+        first = parent.child
+        if first is None:
+            parent.child = entry
+            return entry
+        after = entry.next_sibling = first.next_sibling
+        if after is not None:
+            after.previous_sibling = entry
+        entry.previous_sibling = first
+        first.next_sibling = entry
+        entry.is_indexed = True
         entry.same_digest = self._by_digest.get(digest)
         self._by_digest[digest] = entry
-        sibling = entry.next_sibling = parent.child
-        if sibling is not None:
-            sibling.previous_sibling = entry
-        parent.child = entry
-        self.version += 1
         return entry
 
     def remove(self, entry: Entry) -> None:
@@ -113,28 +122,24 @@ class PrefixIndex:
             parent.child = after
         if after is not None:
             after.previous_sibling = before
+        if entry.is_indexed:
+            self._remove_digest(entry)
+        entry.block = _DEAD
+        # A dead entry, which a table may still name, keeps no other alive.
+        entry.parent = entry.next_sibling = entry.previous_sibling = None
 
-        head = self._by_digest[entry.digest]
+    def _remove_digest(self, entry: Entry) -> None:
+        head = self._by_digest.pop(entry.digest)
         if head is not entry:
+            self._by_digest[entry.digest] = head
             while head.same_digest is not entry:
                 assert head.same_digest is not None
                 head = head.same_digest
             head.same_digest = entry.same_digest
         elif entry.same_digest is not None:
             self._by_digest[entry.digest] = entry.same_digest
-        else:
-            del self._by_digest[entry.digest]
-
-        entry.block = _DEAD  # and a dead entry keeps no other alive:
-        entry.parent = entry.same_digest = entry.next_sibling = entry.previous_sibling = None
-        self.version += 1
+        entry.same_digest = None
 
     def entries(self) -> list[Entry]:
         """Every live entry."""
-        found = []
-        for entry in self._by_digest.values():
-            same: Entry | None = entry
-            while same is not None:
-                found.append(same)
-                same = same.same_digest
-        return found
+        return [e for root in self._roots.values() for e in root.descendants() if e is not root]

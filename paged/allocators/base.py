@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from operator import length_hint
 
 from paged.config import check_int
 from paged.errors import NoFreeBlocksError, NotAllocatedError
@@ -54,24 +56,41 @@ class BlockAllocator(ABC):
             ref_counts[block] += 1
 
     def free(self, blocks: Sequence[int]) -> None:
-        """One reference less for each block; those left without one return in the order given."""
+        """One reference less for each block; those left without one return in the order given.
+
+        NotAllocatedError, and nothing is changed, when a block has not that many references.
+        """
         ref_counts = self.ref_counts
+        remaining = iter(blocks)
+        with suppress(IndexError, TypeError):
+            for block in remaining:  # nearly always the only reference of every block
+                if ref_counts[block] != 1 or block < 0:
+                    break
+                ref_counts[block] = 0
+            else:
+                self._return(list(blocks))
+                return
+        done = len(blocks) - 1 - length_hint(remaining)
+        self._return([*blocks[:done], *self._unshare(blocks, done)])
+
+    def _unshare(self, blocks: Sequence[int], first: int) -> list[int]:
+        """Drop the references from blocks[first] on, or all so far; returns the blocks left free."""
         released = []
-        done = 0
-        try:
-            for block in blocks:
-                if block < 0 or not ref_counts[block]:
-                    raise IndexError
-                ref_counts[block] -= 1
-                done += 1
-                if not ref_counts[block]:
-                    released.append(block)
-        except (IndexError, TypeError):
-            for block in blocks[:done]:
-                ref_counts[block] += 1
-            raise NotAllocatedError(self._no_reference(blocks[done], blocks)) from None
-        self._give_back(released)
-        self.num_free += len(released)
+        for position, block in enumerate(blocks[first:], first):
+            if not hasattr(block, "__index__") or not (
+                0 <= block < self.num_blocks and self.ref_counts[block]
+            ):
+                for dropped in blocks[:position]:
+                    self.ref_counts[dropped] += 1
+                raise NotAllocatedError(self._no_reference(block, blocks))
+            self.ref_counts[block] -= 1
+            if not self.ref_counts[block]:
+                released.append(block)
+        return released
+
+    def _return(self, blocks: list[int]) -> None:
+        self._give_back(blocks)
+        self.num_free += len(blocks)
 
     def ref_count(self, block: int) -> int:
         if not 0 <= block < len(self.ref_counts):
@@ -79,7 +98,7 @@ class BlockAllocator(ABC):
         return self.ref_counts[block]
 
     def _no_reference(self, block: int, blocks: Sequence[int]) -> str:
-        if not isinstance(block, int) or not 0 <= block < self.num_blocks:
+        if not hasattr(block, "__index__") or not 0 <= block < self.num_blocks:
             return f"block {block!r} is not of this pool of {self.num_blocks} blocks"
         held, given = self.ref_counts[block], list(blocks).count(block)
         return f"block {block} has {held} references and cannot give back {given}: freed twice?"

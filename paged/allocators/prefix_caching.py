@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import islice
 
 from paged.config import HashFn, check_int
 from paged.digests import DigestChain, Hasher, pack
@@ -43,6 +44,7 @@ class PrefixCachingBlockAllocator(BlockAllocator):
         self.index = self.hasher.index
         self._root = self.hasher.root(None, None)
         self._max_cached = num_blocks if max_cached_blocks is None else max_cached_blocks
+        self._version = 0  # changes whenever a lookup may answer differently
         self._free = make_free_list(free_order, range(num_blocks))
         self._entries: list[Entry | None] = [None] * num_blocks  # of each published block
         self._evictable: OrderedDict[int, Entry] = OrderedDict()  # unreferenced, oldest first
@@ -72,11 +74,10 @@ class PrefixCachingBlockAllocator(BlockAllocator):
 
     def lookup(self, chain: DigestChain, num_blocks: int) -> list[Entry]:
         """Entries of the longest cached prefix among a chain's first `num_blocks` blocks."""
-        key = (self.index.version, num_blocks)
+        key = (self._version, num_blocks)
         if chain.hits_key != key:
-            chain.hits = self.index.walk(
-                chain.root, chain.digests[:num_blocks], chain.tokens[:num_blocks]
-            )
+            contents = islice(zip(chain.digests, chain.tokens, strict=True), num_blocks)
+            chain.hits = self.index.walk(chain.root, contents)
             chain.hits_key = key
         return chain.hits
 
@@ -108,6 +109,7 @@ class PrefixCachingBlockAllocator(BlockAllocator):
         entry = self.index.find(parent, digest, tokens)
         if entry is None:
             entry = self._entries[block] = self.index.add(parent, digest, tokens, block)
+            self._version += 1
         return entry
 
     def withdraw(self, block: int) -> None:
@@ -155,6 +157,7 @@ class PrefixCachingBlockAllocator(BlockAllocator):
 
     def _forget(self, entry: Entry) -> None:
         """Forget an entry and what is below it, which nobody could find any more."""
+        self._version += 1
         for lost in reversed(entry.descendants()):
             block = lost.block
             self.index.remove(lost)
@@ -172,9 +175,10 @@ class PrefixCachingBlockAllocator(BlockAllocator):
     def _evict(self, n: int) -> None:
         """Forget the content of the `n` least recently used evictable blocks."""
         oldest, remove, entries = self._evictable.popitem, self.index.remove, self._entries
+        self._version += 1
         blocks = []
         for _ in range(n):
-            block, entry = oldest(last=False)
+            block, entry = oldest(False)
             blocks.append(block)
             if entry.child is not None:  # given back before its followers: a sliding window
                 self._forget(entry)
