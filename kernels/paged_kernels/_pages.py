@@ -51,7 +51,7 @@ class Pages:
         )
         if call.num_splits is not None or not self.joinable:
             self._follows[:] = False  # where pieces meet must not depend on where blocks lie
-        block_bytes = call.key_cache[:1].nbytes
+        block_bytes = self._block_size * token_bytes(call)
         self._gather_blocks = max(1, GATHER_BYTES // block_bytes)
         self._run_blocks = -(-RUN_BYTES // block_bytes)
 
@@ -100,6 +100,11 @@ class Pages:
     def _gathers(self, i: int, j: int) -> Iterator[tuple[int, int, bool]]:
         for start in range(i, j, self._gather_blocks):
             yield start, min(start + self._gather_blocks, j), False
+
+
+def token_bytes(call: AttentionCall) -> int:
+    """Bytes of one token's K."""
+    return call.dims.num_kv_heads * call.dims.head_dim * call.key_cache.element_size()
 
 
 class _Cache:

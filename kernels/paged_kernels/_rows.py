@@ -91,8 +91,9 @@ def add_sinks(call: AttentionCall, state: State) -> State:
     """One more key, without a value."""
     if call.sinks is None:
         return state
-    lse = torch.logaddexp(state.lse, call.sinks.view(state.lse.shape[1:]))
-    return State(state.out * torch.exp(state.lse - lse).nan_to_num_(0.0)[..., None], lse)
+    sinks = call.sinks.view(state.lse.shape[1:])
+    weight = torch.sigmoid(state.lse - sinks).nan_to_num_(0.0)  # a sink of -inf is none
+    return State(state.out * weight[..., None], torch.logaddexp(state.lse, sinks))
 
 
 def _keys_in_sight(call: AttentionCall, queries: Queries, tokens: range, keys: range) -> range:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ._pages import Pages
+from ._pages import Pages, token_bytes
 from ._rows import can_flash, flash
 from .merge_states import State
 from .options import AttentionCall
@@ -29,15 +29,15 @@ def short_groups(
     own_bias = call.draft_mask is not None or call.alibi_slopes is not None
     if one_by_one or own_bias or not (pages.joinable and can_flash(call)):
         return
-    token_bytes = call.key_cache[0, 0].nbytes
-    limit = SHORT_BYTES // token_bytes
+    most = GROUP_BYTES // token_bytes(call)  # keys in a group
+    limit = SHORT_BYTES // token_bytes(call)
     short = [seq for seq, q in enumerate(query_lens) if q == 1 and 0 < len(keys[seq]) <= limit]
     short.sort(key=lambda seq: len(keys[seq]), reverse=True)
     group: list[int] = []
     for seq in short:
         if group:
             longest = len(keys[group[0]])
-            full = longest * (len(group) + 1) * token_bytes > GROUP_BYTES
+            full = longest * (len(group) + 1) > most
             if full or 2 * len(keys[seq]) < longest:
                 yield group
                 group = []

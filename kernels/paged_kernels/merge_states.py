@@ -1,7 +1,7 @@
 """Combine attention over disjoint sets of keys into attention over all of them.
 
     lse = log(exp(lse_a) + exp(lse_b))
-    out = out_a + (out_b - out_a) * exp(lse_b - lse)
+    out = out_a + (out_b - out_a) * sigmoid(lse_b - lse_a)
 
 Online softmax (Milakov and Gimelshein 2018, arXiv 1805.02867), a whole part at a time.
 """
@@ -24,9 +24,9 @@ class State(NamedTuple):
 
 def merge_two(a: State, b: State) -> State:
     """Their union, in float32. Its own neutral element comes out bit for bit."""
-    lse = torch.logaddexp(a.lse, b.lse)
-    weight = torch.exp(b.lse - lse).nan_to_num_(0.0)  # -inf - -inf: no key in either
-    return State(torch.lerp(a.out.float(), b.out.float(), weight[..., None]), lse)
+    weight = torch.sigmoid(b.lse - a.lse).nan_to_num_(0.0)  # -inf - -inf: no key in either
+    out = torch.lerp(a.out.float(), b.out.float(), weight[..., None])
+    return State(out, torch.logaddexp(a.lse, b.lse))
 
 
 def merge_attention_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
