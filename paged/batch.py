@@ -242,7 +242,7 @@ class _Rows:
         self.table[rows, columns] = blocks
         for buffer in self._buffers:
             buffer.late.append(places[:2])
-        if columns.min() < self._common[1]:
+        if self._common[1] and columns.min() < self._common[1]:
             self._common = (b"", 0)
 
     def _add(self, table: BlockTable) -> None:

@@ -177,7 +177,8 @@ class BlockSpaceManager:
                     f"sequence {seq.seq_id!r} has {num_tokens} tokens and slots for "
                     f"{table.num_tokens}; only trim may shorten it"
                 )
-            pairs = self._grow([(table, target)])
+            wanted = [(table, target)]
+            pairs = self._grow(wanted, self._reserve(wanted))
         table.num_tokens = num_tokens
         return pairs
 
@@ -213,15 +214,14 @@ class BlockSpaceManager:
             for table in attention
             if table.num_tokens >= table.writable_until
         ]
-        if wanted:
-            self._check_step(wanted, attention)
-        _append_tokens(seqs, tokens)
+        needed = self._reserve(wanted, attention)
+        _append_tokens(seqs, tables, tokens)
 
         for table in attention:
             table.num_computed = table.num_tokens
             if table.num_computed >= table.work_at:
                 self._retention.settle(table)
-        pairs = self._grow(wanted) if wanted else []
+        pairs = self._grow(wanted, needed)
         seq_lens = []
         for table in tables:
             table.num_computed = num_tokens = table.num_tokens
@@ -532,13 +532,32 @@ class BlockSpaceManager:
                     needed += writers[block] < ref_counts[block]
         return needed
 
-    def _grow(self, wanted: list[tuple[BlockTable, int]]) -> Pairs:
-        """Give each table `target` slots, of which those after its tokens are its own."""
-        block_size, ref_counts = self.config.block_size, self.gpu.ref_counts
-        needed = self._blocks_needed(wanted)
-        if needed > self.gpu.num_free:
+    def _reserve(
+        self, wanted: list[tuple[BlockTable, int]], settling: ListLike[BlockTable] = ()
+    ) -> int:
+        """`_blocks_needed`; NoFreeBlocksError when there are fewer.
+
+        settling: tables that drop what is behind their window before the blocks are taken.
+        """
+        needed, available = self._blocks_needed(wanted), self.gpu.num_free
+        if needed > available and self.config.sliding_window is not None:
+            droppers: dict[int, int] = {}
+            for table in settling:
+                last = self._retention.num_droppable(table.num_tokens)
+                for block in table.blocks[table.num_dropped : last]:
+                    droppers[block] = droppers.get(block, 0) + 1
+                    available += droppers[block] == self.gpu.ref_counts[block]
+        if needed > available:
             seq_ids = [table.seq_id for table, _ in wanted]
-            raise NoFreeBlocksError(needed, self.gpu.num_free, f"for sequences {seq_ids}")
+            raise NoFreeBlocksError(needed, available, f"for sequences {seq_ids}")
+        return needed
+
+    def _grow(self, wanted: list[tuple[BlockTable, int]], needed: int) -> Pairs:
+        """Give each table `target` slots, of which those after its tokens are its own.
+
+        needed: `_blocks_needed` of the same, which must be free.
+        """
+        block_size, ref_counts = self.config.block_size, self.gpu.ref_counts
         fresh = iter(self.gpu.allocate(needed))
         pairs = []
         for table, target in wanted:
@@ -560,19 +579,6 @@ class BlockSpaceManager:
             table.writable_until = len(blocks) * block_size
             self.history.add("append", table.seq_id, blocks[table.num_tokens // block_size :])
         return pairs
-
-    def _check_step(self, wanted: list[tuple[BlockTable, int]], settled: list[BlockTable]) -> None:
-        """Raise unless `step` will find the blocks it needs, those that the window frees included."""
-        needed, available = self._blocks_needed(wanted), self.gpu.num_free
-        if needed > available and self.config.sliding_window is not None:
-            droppers: dict[int, int] = {}
-            for table in settled:
-                last = self._retention.num_droppable(table.num_tokens)
-                for block in table.blocks[table.num_dropped : last]:
-                    droppers[block] = droppers.get(block, 0) + 1
-                    available += droppers[block] == self.gpu.ref_counts[block]
-        if needed > available:
-            raise NoFreeBlocksError(needed, available, f"{len(wanted)} sequences of the step")
 
     # How it is done: sharing
 
@@ -624,17 +630,17 @@ def _checked_lens(name: str, lens: ListLike[int], num_seqs: int) -> list[int]:
     return [as_count(name, value) for value in lens]
 
 
-def _append_tokens(seqs: ListLike[SequenceLike], tokens: list[int]) -> None:
+def _append_tokens(
+    seqs: ListLike[SequenceLike], tables: list[BlockTable], tokens: list[int]
+) -> None:
     """Append one token to each sequence, or to none when one of them raises."""
-    done = 0
     try:
         for seq, token in zip(seqs, tokens, strict=True):
             if type(seq) is Sequence:
                 seq.token_ids.append(token)  # as append_token does with a token that is checked
             else:
                 seq.append_token(token)
-            done += 1
     except BaseException:
-        for seq in seqs[:done]:
-            del seq.token_ids[-1:]
+        for seq, table in zip(seqs, tables, strict=True):
+            del seq.token_ids[table.num_tokens :]
         raise

@@ -15,56 +15,42 @@ class Entry:
     object; by induction all earlier tokens, the salt and the extra key are then equal as well.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "block",
-        "child",
-        "digest",
-        "is_indexed",
-        "next_sibling",
-        "parent",
-        "previous_sibling",
-        "same_digest",
-        "tokens",
-    )
+    __slots__ = ("__weakref__", "block", "child", "digest", "more", "parent", "tokens")
 
     def __init__(self, parent: Entry | None, digest: bytes, tokens: bytes, block: int) -> None:
         self.parent = parent  # None: a root, or dead
         self.digest = digest
         self.tokens = tokens
         self.block = block
-        self.child: Entry | None = None  # the first of a list linked both ways
-        self.next_sibling: Entry | None = None
-        self.previous_sibling: Entry | None = None
-        self.is_indexed = False
-        self.same_digest: Entry | None = None  # the next entry of a list, if it is indexed
+        self.child: Entry | None = None
+        self.more: dict[bytes, list[Entry]] | None = None  # further children, by digest
 
     @property
     def is_live(self) -> bool:
         """Whether a lookup can still find this entry (roots can always be found)."""
         return self.block != _DEAD
 
+    def children(self) -> list[Entry]:
+        first = [] if self.child is None else [self.child]
+        return first if self.more is None else first + [e for es in self.more.values() for e in es]
+
     def descendants(self) -> list[Entry]:
-        """This entry and all below it, parents first."""
-        found = [self]
+        """All entries below this one, parents first."""
+        found = self.children()
         for entry in found:
-            child = entry.child
-            while child is not None:
-                found.append(child)
-                child = child.next_sibling
+            found += entry.children()
         return found
 
 
 class PrefixIndex:
-    """All live entries.
+    """All live entries, as trees below one root per salt and extra key.
 
-    Most blocks have one successor, so the first child of an entry is found by its pointer and only
-    its siblings by digest. Either way parent and tokens are compared: a digest says where to look
-    and never what is there, so a bad hash costs time and not correctness.
+    Most blocks have one successor: it is `child`, and needs no digest to be found. Where a prefix
+    branches, a digest says where to look among the `more`. Either way tokens are compared under
+    that very parent, so a bad hash costs time and never correctness.
     """
 
     def __init__(self) -> None:
-        self._by_digest: dict[bytes, Entry] = {}
         # Held by the entries and chains below them: a salt that is no longer used costs nothing.
         self._roots: WeakValueDictionary[bytes, Entry] = WeakValueDictionary()
 
@@ -77,13 +63,14 @@ class PrefixIndex:
 
     def find(self, parent: Entry, digest: bytes, tokens: bytes) -> Entry | None:
         """The entry of these tokens under that very parent."""
-        entry = parent.child
-        if entry is None or entry.tokens == tokens:
-            return entry
-        entry = self._by_digest.get(digest)
-        while entry is not None and not (entry.parent is parent and entry.tokens == tokens):
-            entry = entry.same_digest
-        return entry
+        child = parent.child
+        if child is not None and child.tokens == tokens:
+            return child
+        if parent.more is not None:
+            for entry in parent.more.get(digest, ()):
+                if entry.tokens == tokens:
+                    return entry
+        return None
 
     def walk(self, root: Entry, contents: Iterable[tuple[bytes, bytes]]) -> list[Entry]:
         """The entries of the longest known prefix of a chain of (digest, tokens)."""
@@ -99,47 +86,31 @@ class PrefixIndex:
 
     def add(self, parent: Entry, digest: bytes, tokens: bytes, block: int) -> Entry:
         entry = Entry(parent, digest, tokens, block)
-        first = parent.child
-        if first is None:
+        if parent.child is None:
             parent.child = entry
-            return entry
-        after = entry.next_sibling = first.next_sibling
-        if after is not None:
-            after.previous_sibling = entry
-        entry.previous_sibling = first
-        first.next_sibling = entry
-        entry.is_indexed = True
-        entry.same_digest = self._by_digest.get(digest)
-        self._by_digest[digest] = entry
+        else:
+            if parent.more is None:
+                parent.more = {}
+            parent.more.setdefault(digest, []).append(entry)
         return entry
 
     def remove(self, entry: Entry) -> None:
         """Forget an entry without children."""
-        parent, before, after = entry.parent, entry.previous_sibling, entry.next_sibling
-        if before is not None:
-            before.next_sibling = after
-        elif parent is not None:
-            parent.child = after
-        if after is not None:
-            after.previous_sibling = before
-        if entry.is_indexed:
-            self._remove_digest(entry)
+        parent = entry.parent
+        assert parent is not None
+        if parent.child is entry:
+            parent.child = None
+        else:
+            assert parent.more is not None
+            same_digest = parent.more[entry.digest]
+            same_digest.remove(entry)
+            if not same_digest:
+                del parent.more[entry.digest]
+                if not parent.more:
+                    parent.more = None
         entry.block = _DEAD
-        # A dead entry, which a table may still name, keeps no other alive.
-        entry.parent = entry.next_sibling = entry.previous_sibling = None
-
-    def _remove_digest(self, entry: Entry) -> None:
-        head = self._by_digest.pop(entry.digest)
-        if head is not entry:
-            self._by_digest[entry.digest] = head
-            while head.same_digest is not entry:
-                assert head.same_digest is not None
-                head = head.same_digest
-            head.same_digest = entry.same_digest
-        elif entry.same_digest is not None:
-            self._by_digest[entry.digest] = entry.same_digest
-        entry.same_digest = None
+        entry.parent = None  # a table may still name a dead entry, which keeps no other alive
 
     def entries(self) -> list[Entry]:
         """Every live entry."""
-        return [e for root in self._roots.values() for e in root.descendants() if e is not root]
+        return [entry for root in self._roots.values() for entry in root.descendants()]

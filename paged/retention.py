@@ -78,15 +78,11 @@ class Retention:
         assert self._cache is not None
         assert table.chain is not None
         parent, chain, full = table.parent, table.chain, table.num_computed // self._block_size
+        if parent is not None and not parent.is_live:
+            parent = None  # that content is forgotten: it was another sequence's block, or dropped
         self._cache.hasher.extend(chain, table.seq.token_ids, full)
-        for index in range(table.num_published, full):
-            if parent is None or not parent.is_live:
-                # The content before is forgotten: it was another sequence's block, or dropped.
-                parent = None
-                break
-            parent = self._cache.publish(
-                table.blocks[index], parent, chain.digests[index], chain.tokens[index]
-            )
+        if parent is not None:
+            parent = self._cache.publish(chain, table.blocks, parent, table.num_published, full)
         table.parent = parent
         table.num_published = full
 

@@ -126,11 +126,12 @@ def checked_tokens(tokens: Iterable[int]) -> list[int]:
         packed = array("i", tokens)
     except (TypeError, OverflowError, ValueError):
         packed = None
-    if packed is None or bool in set(map(type, tokens)):
+    kinds = set(map(type, tokens))
+    if packed is None or bool in kinds:
         for position, token in enumerate(tokens):
             _check_token(token, position)
         raise TypeError("tokens could not be read as 32-bit ints")
-    return packed.tolist()
+    return tokens if kinds == {int} else packed.tolist()
 
 
 def _check_token(token: Any, position: int) -> None:

@@ -100,17 +100,25 @@ class PrefixCachingBlockAllocator(BlockAllocator):
         self.num_free -= revived
         return blocks
 
-    def publish(self, block: int, parent: Entry, digest: bytes, tokens: bytes) -> Entry:
-        """Make a full block in use findable under its parent.
+    def publish(
+        self, chain: DigestChain, blocks: Sequence[int], parent: Entry, first: int, last: int
+    ) -> Entry:
+        """Make blocks [first, last) of a sequence, full and in use, findable behind `parent`.
 
-        When the same content is there already, that entry is returned and the block stays as it
-        is: two sequences that computed the same block at the same time each keep their own.
+        Returns the entry of the last one. Where the same content is there already, that entry is
+        taken and the block stays as it is: two sequences that computed the same block at the same
+        time each keep their own.
         """
-        entry = self.index.find(parent, digest, tokens)
-        if entry is None:
-            entry = self._entries[block] = self.index.add(parent, digest, tokens, block)
-            self._version += 1
-        return entry
+        find, add = self.index.find, self.index.add
+        for index in range(first, last):
+            digest, tokens = chain.digests[index], chain.tokens[index]
+            entry = find(parent, digest, tokens)
+            if entry is None:
+                block = blocks[index]
+                entry = self._entries[block] = add(parent, digest, tokens, block)
+            parent = entry
+        self._version += 1
+        return parent
 
     def withdraw(self, block: int) -> None:
         """Forget the content of a block in use, which is about to be written again."""
@@ -145,7 +153,8 @@ class PrefixCachingBlockAllocator(BlockAllocator):
             self.acquire([above])
             (block,) = self.allocate(1)
             self.free([parent])
-        self.publish(block, above, digest, tokens)
+        self._entries[block] = self.index.add(above, digest, tokens, block)
+        self._version += 1
         return block
 
     def _immutable(self, block: int) -> Entry:
@@ -158,7 +167,7 @@ class PrefixCachingBlockAllocator(BlockAllocator):
     def _forget(self, entry: Entry) -> None:
         """Forget an entry and what is below it, which nobody could find any more."""
         self._version += 1
-        for lost in reversed(entry.descendants()):
+        for lost in (*reversed(entry.descendants()), entry):
             block = lost.block
             self.index.remove(lost)
             self._entries[block] = None
@@ -180,7 +189,9 @@ class PrefixCachingBlockAllocator(BlockAllocator):
         for _ in range(n):
             block, entry = oldest(False)
             blocks.append(block)
-            if entry.child is not None:  # given back before its followers: a sliding window
+            if (
+                entry.child is not None or entry.more is not None
+            ):  # given back before its followers: a sliding window
                 self._forget(entry)
                 break
             remove(entry)
