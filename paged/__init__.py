@@ -3,6 +3,7 @@
 Importing this package loads neither torch, triton, numpy nor matplotlib.
 """
 
+from .admission import AllocStatus
 from .allocators import (
     BlockAllocator,
     BuddyAllocator,
@@ -10,7 +11,7 @@ from .allocators import (
     PrefixCachingBlockAllocator,
 )
 from .batch import Batch
-from .block_manager import AllocStatus, BlockSpaceManager
+from .block_manager import BlockSpaceManager
 from .config import CacheConfig, block_bytes, num_blocks_that_fit
 from .errors import (
     AlreadyAllocatedError,

@@ -9,12 +9,12 @@ It moves no data: calls that need a copy return pairs of blocks.
 from __future__ import annotations
 
 from collections.abc import Sequence as ListLike
-from enum import Enum
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+from .admission import Admission, AllocStatus
 from .allocators import BlockAllocator, NaiveBlockAllocator, PrefixCachingBlockAllocator
-from .batch import BatchBuilder
+from .batch import BatchBuilder, resolve_queries
 from .block_table import BlockTable
 from .config import CacheConfig
 from .errors import (
@@ -24,6 +24,7 @@ from .errors import (
     NotOnGpuError,
     PagedError,
 )
+from .growth import Growth
 from .history import History
 from .invariants import check_invariants
 from .journal import Journal
@@ -35,17 +36,8 @@ from .swap import distinct_blocks, move
 
 if TYPE_CHECKING:
     from .batch import Batch
-    from .prefix_index import Entry
 
 Pairs = list[tuple[int, int]]
-
-
-class AllocStatus(Enum):
-    """Whether a request can be admitted: now, once others have finished, or not at all."""
-
-    OK = "ok"
-    LATER = "later"
-    NEVER = "never"
 
 
 class BlockSpaceManager:
@@ -87,6 +79,10 @@ class BlockSpaceManager:
         self.prefix_counter = PrefixCounter()
         self._batches = BatchBuilder(config.block_size)
         self._retention = Retention(config, self.gpu, self.cache, self._batches, self.history)
+        self._growth = Growth(
+            config, self.gpu, self.cache, self._retention, self._batches, self.history
+        )
+        self._admission = Admission(config, self.gpu, self.cache)
 
     # Admission
 
@@ -99,8 +95,10 @@ class BlockSpaceManager:
         int(watermark * pool) blocks are left free.
         """
         num_lookahead_slots = as_count("num_lookahead_slots", num_lookahead_slots)
-        status, _, _, _ = self._admission(members(seq_or_group), num_lookahead_slots)
-        return status
+        seqs = members(seq_or_group)
+        for seq in seqs:
+            self._check_new(seq)
+        return self._admission.plan(seqs, num_lookahead_slots).status
 
     def allocate(self, seq_or_group: SequenceLike | SequenceGroup) -> None:
         """Give blocks to a sequence, or to all sequences of a group, which share them.
@@ -108,7 +106,9 @@ class BlockSpaceManager:
         NoFreeBlocksError exactly when `can_allocate` is not OK.
         """
         seqs = members(seq_or_group)
-        status, hits, num_new, available = self._admission(seqs, 0)
+        for seq in seqs:
+            self._check_new(seq)
+        status, hits, num_new, available = self._admission.plan(seqs)
         if status is AllocStatus.NEVER:
             total = len(hits) + num_new
             raise NoFreeBlocksError(total, available, f"the pool has {self.gpu.num_blocks}")
@@ -155,7 +155,7 @@ class BlockSpaceManager:
             if len(seq) < table.num_tokens:
                 return False
             wanted.append((table, len(seq) + num_lookahead_slots))
-        return self._blocks_needed(wanted) <= self.gpu.num_free
+        return self._growth.blocks_needed(wanted) <= self.gpu.num_free
 
     def append_slots(self, seq: SequenceLike, num_lookahead_slots: int = 0) -> Pairs:
         """Give every token of `seq` a slot, and as many free slots behind them as asked.
@@ -178,7 +178,7 @@ class BlockSpaceManager:
                     f"{table.num_tokens}; only trim may shorten it"
                 )
             wanted = [(table, target)]
-            pairs = self._grow(wanted, self._reserve(wanted))
+            pairs = self._growth.grow(wanted, self._growth.reserve(wanted))
         table.num_tokens = num_tokens
         return pairs
 
@@ -214,14 +214,14 @@ class BlockSpaceManager:
             for table in attention
             if table.num_tokens >= table.writable_until
         ]
-        needed = self._reserve(wanted, attention)
+        needed = self._growth.reserve(wanted, attention)
         _append_tokens(seqs, tables, tokens)
 
         for table in attention:
             table.num_computed = table.num_tokens
             if table.num_computed >= table.work_at:
                 self._retention.settle(table)
-        pairs = self._grow(wanted, needed)
+        pairs = self._growth.grow(wanted, needed)
         seq_lens = []
         for table in tables:
             table.num_computed = num_tokens = table.num_tokens
@@ -243,7 +243,7 @@ class BlockSpaceManager:
                 f"child {child.seq_id!r} has {len(child)} tokens, parent {parent.seq_id!r} "
                 f"{len(parent)}; they must be equal"
             )
-        self._check_keys(parent, child)
+        self._admission.check_keys(parent, child)
         self._share(table, child)
 
     def trim(self, seq: SequenceLike, num_tokens: int) -> None:
@@ -342,7 +342,7 @@ class BlockSpaceManager:
         """As `can_allocate`, watermark included, for a group that is swapped out."""
         tables = [self._swapped_table(seq) for seq in members(seq_or_group)]
         num_blocks = len(distinct_blocks(tables, self.config.block_size))
-        return self._admit(num_blocks, num_blocks, self.gpu.num_free)
+        return self._admission.status(num_blocks, num_blocks, self.gpu.num_free)
 
     def swap_in(self, seq_or_group: SequenceLike | SequenceGroup) -> Pairs:
         """Move a group back: (CPU block, GPU block) for each distinct block.
@@ -352,7 +352,7 @@ class BlockSpaceManager:
         tables = [self._swapped_table(seq) for seq in members(seq_or_group)]
         num_blocks = len(distinct_blocks(tables, self.config.block_size))
         if self.can_swap_in(seq_or_group) is not AllocStatus.OK:
-            raise NoFreeBlocksError(num_blocks, max(0, self.gpu.num_free - self._num_reserved()))
+            raise NoFreeBlocksError(num_blocks, self._admission.available(self.gpu.num_free))
         held = [table.held() for table in tables]
         pairs = move(tables, self.cpu, self.gpu, self.config.block_size)
         for table, blocks in zip(tables, held, strict=True):
@@ -392,39 +392,11 @@ class BlockSpaceManager:
         query_lens    q of each sequence, default 1
         context_lens  c of each sequence, default len - q
         """
-        tables, seq_lens = [], []
-        for seq in seqs:
-            table = self.tables.get(seq.seq_id)
-            if table is None:
-                raise self._missing(seq)
-            tables.append(table)
-            seq_lens.append(len(seq))
+        tables = [self._table(seq) for seq in seqs]
         if len(set(tables)) != len(tables):
             raise ValueError("seqs names a sequence twice")
-        if query_lens is not None:
-            query_lens = _checked_lens("query_lens", query_lens, len(seqs))
-        if context_lens is not None:
-            context_lens = _checked_lens("context_lens", context_lens, len(seqs))
-            query_lens = [1] * len(seqs) if query_lens is None else query_lens
-            ends = [c + q for c, q in zip(context_lens, query_lens, strict=True)]
-            for seq, end, length in zip(seqs, ends, seq_lens, strict=True):
-                if end > length:
-                    raise ValueError(
-                        f"context_lens + query_lens is {end} for sequence {seq.seq_id!r}, which "
-                        f"has {length} tokens"
-                    )
-            seq_lens = ends
-        for index, (table, seq_len) in enumerate(zip(tables, seq_lens, strict=True)):
-            query_len = 1 if query_lens is None else query_lens[index]
-            first = seq_len - query_len
-            if seq_len > table.num_tokens:
-                raise self._without_slot(seqs[index], table)
-            if first < 0 or (query_len and first < table.num_dropped * self.config.block_size):
-                raise ValueError(
-                    f"sequence {table.seq_id!r} cannot compute tokens from {first} on: "
-                    f"{seq_len} tokens, {table.num_dropped} blocks dropped behind the window"
-                )
-        return self._batches.build(tables, seq_lens, query_lens, device=device)
+        ends, counts = resolve_queries(tables, query_lens, context_lens, self.config.block_size)
+        return self._batches.build(tables, ends, counts, device=device)
 
     def stats(self) -> CacheStats:
         """Counters of both pools, the prefix cache and the waste inside blocks."""
@@ -454,133 +426,12 @@ class BlockSpaceManager:
             f"{len(self.swapped)} in {cpu.num_used} of {cpu.num_blocks} CPU blocks)"
         )
 
-    # How it is done: admission
-
-    def _admission(
-        self, seqs: list[SequenceLike], num_lookahead_slots: int
-    ) -> tuple[AllocStatus, list[Entry], int, int]:
-        """Status, cached blocks, number of new blocks, and how many could be had."""
-        first, block_size = seqs[0], self.config.block_size
-        for seq in seqs:
-            self._check_new(seq)
-            if seq is not first:
-                if seq.token_ids != first.token_ids:
-                    raise ValueError(
-                        f"sequences {first.seq_id!r} and {seq.seq_id!r} of a group differ"
-                    )
-                self._check_keys(first, seq)
-        full = len(first) // block_size
-        blocks_each = -(-(len(first) + num_lookahead_slots) // block_size)
-        # Lookahead slots are written, so every sequence but one needs its own last blocks.
-        writers = len(seqs) if num_lookahead_slots else 1
-        total = full + writers * (blocks_each - full)
-        hits: list[Entry] = []
-        if self.cache:
-            hasher = self.cache.hasher
-            chain = hasher.chain_of(first)
-            hasher.extend(chain, first.token_ids, full)
-            # The last token is always computed: its query gives the next token.
-            hits = self.cache.lookup(chain, max(0, len(first) - 1) // block_size)
-        num_new = total - len(hits)
-        num_free = self.gpu.num_free
-        if self.cache:
-            num_free -= self.cache.num_unreferenced(hits)
-        status = self._admit(total, num_new, num_free)
-        return status, hits, num_new, max(0, num_free - self._num_reserved())
-
-    def _admit(self, total: int, num_new: int, num_free: int) -> AllocStatus:
-        """Whether `num_new` of `total` blocks can be taken from `num_free`."""
-        if total > self.gpu.num_blocks:
-            return AllocStatus.NEVER
-        if num_new > max(0, num_free - self._num_reserved()):
-            return AllocStatus.LATER
-        return AllocStatus.OK
-
-    def _check_keys(self, seq: SequenceLike, other: SequenceLike) -> None:
-        """Raise unless the two may share cached blocks."""
-        if self.cache is not None:
-            chain_of = self.cache.hasher.chain_of
-            if chain_of(seq).root is not chain_of(other).root:
-                raise ValueError(
-                    f"salt or extra_key of sequences {seq.seq_id!r} and {other.seq_id!r} differ"
-                )
-
-    def _num_reserved(self) -> int:
-        """Blocks that admission leaves free: none when nothing runs, so that all can be used."""
-        return int(self.config.watermark * self.gpu.num_blocks) if self.gpu.num_used else 0
+    # How it is done
 
     def _check_new(self, seq: SequenceLike) -> None:
         if seq.seq_id in self.tables or seq.seq_id in self.swapped:
             last = self.history.last_of_sequence(seq.seq_id)
             raise AlreadyAllocatedError(f"sequence {seq.seq_id!r} already holds blocks: {last}")
-
-    # How it is done: growth
-
-    def _blocks_needed(self, wanted: list[tuple[BlockTable, int]]) -> int:
-        """New blocks, copies included, for each table to have `target` slots of its own."""
-        block_size, ref_counts = self.config.block_size, self.gpu.ref_counts
-        needed = 0
-        writers: dict[int, int] = {}  # of shared blocks: the last holder writes in place
-        for table, target in wanted:
-            if target <= table.num_tokens:
-                continue
-            last = -(-target // block_size)
-            needed += max(0, last - len(table.blocks))
-            for block in table.blocks[table.num_tokens // block_size : last]:
-                if ref_counts[block] > 1:
-                    writers[block] = writers.get(block, 0) + 1
-                    needed += writers[block] < ref_counts[block]
-        return needed
-
-    def _reserve(
-        self, wanted: list[tuple[BlockTable, int]], settling: ListLike[BlockTable] = ()
-    ) -> int:
-        """`_blocks_needed`; NoFreeBlocksError when there are fewer.
-
-        settling: tables that drop what is behind their window before the blocks are taken.
-        """
-        needed, available = self._blocks_needed(wanted), self.gpu.num_free
-        if needed > available and self.config.sliding_window is not None:
-            droppers: dict[int, int] = {}
-            for table in settling:
-                last = self._retention.num_droppable(table.num_tokens)
-                for block in table.blocks[table.num_dropped : last]:
-                    droppers[block] = droppers.get(block, 0) + 1
-                    available += droppers[block] == self.gpu.ref_counts[block]
-        if needed > available:
-            seq_ids = [table.seq_id for table, _ in wanted]
-            raise NoFreeBlocksError(needed, available, f"for sequences {seq_ids}")
-        return needed
-
-    def _grow(self, wanted: list[tuple[BlockTable, int]], needed: int) -> Pairs:
-        """Give each table `target` slots, of which those after its tokens are its own.
-
-        needed: `_blocks_needed` of the same, which must be free.
-        """
-        block_size, ref_counts = self.config.block_size, self.gpu.ref_counts
-        fresh = iter(self.gpu.allocate(needed))
-        pairs = []
-        for table, target in wanted:
-            if target <= table.num_tokens:
-                continue
-            blocks, num_blocks = table.blocks, -(-target // block_size)
-            for index in range(table.num_tokens // block_size, num_blocks):
-                if index == len(blocks):
-                    blocks.append(next(fresh))
-                elif ref_counts[blocks[index]] > 1:
-                    ref_counts[blocks[index]] -= 1
-                    pairs.append((blocks[index], next(fresh)))
-                    blocks[index] = pairs[-1][1]
-                else:  # published, and trimmed into while another sequence held it as well
-                    if self.cache:
-                        self.cache.withdraw(blocks[index])
-                    continue
-                self._batches.changed(table, index)
-            table.writable_until = len(blocks) * block_size
-            self.history.add("append", table.seq_id, blocks[table.num_tokens // block_size :])
-        return pairs
-
-    # How it is done: sharing
 
     def _share(self, table: BlockTable, child: SequenceLike) -> None:
         twin = table.fork(child, -(-table.num_tokens // self.config.block_size))
@@ -593,8 +444,6 @@ class BlockSpaceManager:
         table.writable_until = twin.writable_until = 0
         self.tables[twin.seq_id] = twin
         self.history.add("fork", twin.seq_id, twin.blocks)
-
-    # How it is done: finding
 
     def _table(self, seq: SequenceLike) -> BlockTable:
         table = self.tables.get(seq.seq_id)
@@ -622,12 +471,6 @@ class BlockSpaceManager:
             f"sequence {seq.seq_id!r} has {len(seq)} tokens and slots for {table.num_tokens}; "
             f"call append_slots first"
         )
-
-
-def _checked_lens(name: str, lens: ListLike[int], num_seqs: int) -> list[int]:
-    if len(lens) != num_seqs:
-        raise ValueError(f"{name} has {len(lens)} entries for {num_seqs} sequences")
-    return [as_count(name, value) for value in lens]
 
 
 def _append_tokens(

@@ -59,12 +59,18 @@ class Hasher:
         computed at every admission.
         """
         chain = getattr(seq, "digests", None)
-        if isinstance(chain, DigestChain) and chain.hasher is self:
+        if isinstance(chain, DigestChain) and chain.hasher is self and self._ends_in(seq, chain):
             return chain
         root = self.root(getattr(seq, "salt", None), getattr(seq, "extra_key", None))
         chain = DigestChain(self, root)
         self.keep(seq, chain)
         return chain
+
+    def _ends_in(self, seq: SequenceLike, chain: DigestChain) -> bool:
+        """Whether the chain's last block is where its tokens are: a guard against edits by hand."""
+        end = len(chain.tokens) * self._block_size
+        last = seq.token_ids[max(0, end - self._block_size) : end]
+        return not end or pack(last) == chain.tokens[-1]
 
     def keep(self, seq: SequenceLike, chain: DigestChain) -> None:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Iterable
+from contextlib import suppress
 from typing import Any, Protocol
 
 
@@ -121,22 +122,21 @@ def as_count(name: str, value: Any) -> int:
 
 def checked_tokens(tokens: Iterable[int]) -> list[int]:
     """Tokens as a list of plain ints; TypeError or ValueError names the first that is none."""
-    tokens = list(tokens)
-    try:
-        packed = array("i", tokens)
-    except (TypeError, OverflowError, ValueError):
-        packed = None
+    tokens = list(tokens.tolist() if hasattr(tokens, "tolist") else tokens)
     kinds = set(map(type, tokens))
-    if packed is None or bool in kinds:
-        for position, token in enumerate(tokens):
-            _check_token(token, position)
-        raise TypeError("tokens could not be read as 32-bit ints")
-    return tokens if kinds == {int} else packed.tolist()
+    with suppress(TypeError, OverflowError):
+        packed = array("i", tokens)
+        if kinds <= {int}:
+            return tokens
+    for position, token in enumerate(tokens):
+        _check_token(token, position)
+    return packed.tolist()
 
 
 def _check_token(token: Any, position: int) -> None:
     wanted = "tokens must be ints in [-2**31, 2**31)"
-    if isinstance(token, bool) or not hasattr(token, "__index__"):
+    is_bool = isinstance(token, bool) or "bool" in str(getattr(token, "dtype", ""))
+    if is_bool or not hasattr(token, "__index__"):
         raise TypeError(f"token {token!r} at position {position} is no int; {wanted}")
     if not -(2**31) <= int(token) < 2**31:
         raise ValueError(f"token {token!r} at position {position} is out of range; {wanted}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from operator import length_hint
 
@@ -55,11 +55,12 @@ class BlockAllocator(ABC):
         for block in blocks:
             ref_counts[block] += 1
 
-    def free(self, blocks: Sequence[int]) -> None:
+    def free(self, blocks: Iterable[int]) -> None:
         """One reference less for each block; those left without one return in the order given.
 
         NotAllocatedError, and nothing is changed, when a block has not that many references.
         """
+        blocks = list(blocks)
         ref_counts = self.ref_counts
         remaining = iter(blocks)
         with suppress(IndexError, TypeError):
@@ -68,12 +69,12 @@ class BlockAllocator(ABC):
                     break
                 ref_counts[block] = 0
             else:
-                self._return(list(blocks))
+                self._return(blocks)
                 return
         done = len(blocks) - 1 - length_hint(remaining)
-        self._return([*blocks[:done], *self._unshare(blocks, done)])
+        self._return(blocks[:done] + self._unshare(blocks, done))
 
-    def _unshare(self, blocks: Sequence[int], first: int) -> list[int]:
+    def _unshare(self, blocks: list[int], first: int) -> list[int]:
         """Drop the references from blocks[first] on, or all so far; returns the blocks left free."""
         released = []
         for position, block in enumerate(blocks[first:], first):
@@ -97,10 +98,10 @@ class BlockAllocator(ABC):
             raise ValueError(f"block is {block}; this pool has blocks 0 .. {self.num_blocks - 1}")
         return self.ref_counts[block]
 
-    def _no_reference(self, block: int, blocks: Sequence[int]) -> str:
+    def _no_reference(self, block: int, blocks: list[int]) -> str:
         if not hasattr(block, "__index__") or not 0 <= block < self.num_blocks:
             return f"block {block!r} is not of this pool of {self.num_blocks} blocks"
-        held, given = self.ref_counts[block], list(blocks).count(block)
+        held, given = self.ref_counts[block], blocks.count(block)
         return f"block {block} has {held} references and cannot give back {given}: freed twice?"
 
     @abstractmethod
