@@ -12,8 +12,6 @@ from .block_table import BlockTable
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
-    Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
-
 
 class Rows:
     """One row of block ids per table, and the two buffers that batches are gathered into."""
