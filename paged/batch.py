@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .block_table import BlockTable
+from .block_table import NO_ROW, BlockTable
 from .sequence import as_count
 
 if TYPE_CHECKING:
@@ -152,14 +152,14 @@ class BatchBuilder:
 
     def changed(self, table: BlockTable, index: int) -> None:
         """Entry `index` of a table is new or another block. (Entries cut off need no report.)"""
-        if table.row is not None:
+        if table.row != NO_ROW:
             self._changes.append((table, index))
             if len(self._changes) > _MAX_CHANGES:
                 self._forget_all()
 
     def forget(self, table: BlockTable) -> None:
         """The table leaves the GPU; its row is free for another."""
-        if table.row is not None:
+        if table.row != NO_ROW:
             assert self._rows is not None
             self._rows.give_back(table)
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .block_table import BlockTable
+from .block_table import NO_ROW, BlockTable
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -31,20 +31,17 @@ class Rows:
         """Bring the rows of all tables up to date and return the rows of `tables`."""
         if changes:
             self._write_changes(changes)
-        rows = [table.row for table in tables]
-        if None in rows:
-            for table in tables:
-                if table.row is None:
-                    self._add(table)
-            rows = [table.row for table in tables]
-        return np.array(rows, np.int64)
+        rows = np.array([table.row for table in tables], np.int64)
+        for index in np.flatnonzero(rows == NO_ROW):
+            rows[index] = self._add(tables[int(index)])
+        return rows
 
     def _write_changes(self, changes: list[tuple[BlockTable, int]]) -> None:
         # A table may have been freed, or its end cut off, after it reported the change.
         live = [
             (table.row, index, table.blocks[index])
             for table, index in changes
-            if table.row is not None and index < len(table.blocks)
+            if table.row != NO_ROW and index < len(table.blocks)
         ]
         if not live:
             return
@@ -57,7 +54,7 @@ class Rows:
         if self._common[1] and columns.min() < self._common[1]:
             self._common = (b"", 0)
 
-    def _add(self, table: BlockTable) -> None:
+    def _add(self, table: BlockTable) -> int:
         if not self._free:
             self._fit(2 * len(self.owners) + 16, len(table.blocks))
         row = self._free.pop()
@@ -68,12 +65,12 @@ class Rows:
         for buffer in self._buffers:
             buffer.hide(row)
         self._common = (b"", 0)
+        return row
 
     def give_back(self, table: BlockTable) -> None:
-        assert table.row is not None
         self.owners[table.row] = None
         self._free.append(table.row)
-        table.row = None
+        table.row = NO_ROW
 
     def _fit(self, num_rows: int, width: int) -> None:
         old_rows, old_width = self.table.shape

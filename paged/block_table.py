@@ -9,6 +9,7 @@ from .prefix_index import Entry
 from .sequence import SequenceLike
 
 DROPPED = -1  # the entry of a block that was given back behind the sliding window
+NO_ROW = -1  # the table has not been in a batch yet
 NEVER = 2**62  # more tokens than any sequence has
 
 
@@ -55,7 +56,7 @@ class BlockTable:
         self.parent: Entry | None = None  # of the next block to publish; None: never publish
         self.writable_until = 0
         self.work_at = 0
-        self.row: int | None = None  # in the batch builder's table
+        self.row = NO_ROW  # in the batch builder's table
 
     def fork(self, child: SequenceLike, num_blocks: int) -> BlockTable:
         """A table for `child` that names the first `num_blocks` of these blocks."""

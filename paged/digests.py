@@ -8,14 +8,13 @@ so that salt and extra key, hashed into the root, reach every later block.
 from __future__ import annotations
 
 import secrets
-from array import array
+import struct
+from collections.abc import Sequence
 from typing import Any
 
 from .config import HashFn
 from .prefix_index import Entry, PrefixIndex
 from .sequence import SequenceLike, checked_tokens
-
-_TOKEN_BYTES = array("i").itemsize
 
 
 class DigestChain:
@@ -49,6 +48,7 @@ class Hasher:
     def __init__(self, block_size: int, hash_fn: HashFn | None, hash_seed: int | None) -> None:
         self.index = PrefixIndex()
         self._block_size = block_size
+        self._pack_block = struct.Struct(f"={block_size}i").pack
         self._hash_fn = hash_fn if hash_fn is not None else _default_hash_fn()
         self._seed = secrets.token_bytes(16) if hash_seed is None else b"%d" % hash_seed
 
@@ -97,24 +97,21 @@ class Hasher:
         done = len(chain.digests)
         if num_blocks <= done:
             return
-        size = self._block_size
-        step = size * _TOKEN_BYTES
-        packed = pack(token_ids[done * size : num_blocks * size])
+        size, pack_block, hash_fn = self._block_size, self._pack_block, self._hash_fn
         digest = chain.digests[-1] if done else chain.root.digest
-        hash_fn = self._hash_fn
-        for start in range(0, len(packed), step):
-            block_tokens = packed[start : start + step]
-            digest = hash_fn(digest + block_tokens)
+        for start in range(done * size, num_blocks * size, size):
+            try:
+                tokens = pack_block(*token_ids[start : start + size])
+            except struct.error:
+                tokens = pack_block(*checked_tokens(token_ids)[start : start + size])
+            digest = hash_fn(digest + tokens)
             chain.digests.append(digest)
-            chain.tokens.append(block_tokens)
+            chain.tokens.append(tokens)
 
 
-def pack(token_ids: list[int]) -> bytes:
-    """Tokens as int32: equal bytes exactly for equal tokens, numpy ints included."""
-    try:
-        return array("i", token_ids).tobytes()
-    except (TypeError, OverflowError):
-        return array("i", checked_tokens(token_ids)).tobytes()  # raises, naming the token
+def pack(token_ids: Sequence[int]) -> bytes:
+    """Tokens as int32, as the digests see them: equal bytes exactly for equal tokens."""
+    return struct.pack(f"={len(token_ids)}i", *token_ids)
 
 
 def _default_hash_fn() -> HashFn:
