@@ -7,6 +7,7 @@ offsets in 32 bits ends the process here, which is why this is not run inside py
 import sys
 
 import torch
+
 from paged_kernels import paged_attention, reshape_and_cache
 
 PAST = 2**31  # elements

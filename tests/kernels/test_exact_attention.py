@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from attention_cases import BACKENDS
 from paged_kernels import paged_attention
 from paged_kernels.testing import make_batch
@@ -131,10 +132,20 @@ def test_a_window_without_causal_bounds_only_the_past(backend):
     assert last_rows(out) == pytest.approx([(first + 5) / 2 for first in oldest])
 
 
-def test_wholly_masked_tiles_give_no_nan(backend):
-    out = counting([64], [64]).attend(sliding_window=8, backend=backend)
-    want = [(max(0, row - 7) + row) / 2 for row in range(64)]
+@pytest.mark.parametrize("window", [None, 8, 40])
+def test_each_row_of_a_long_prefill_sees_its_own_past(backend, window):
+    # Tiles that a row sees not at all, in part, and whole; none may turn NaN.
+    batch = counting([100], [70], num_heads=2, num_kv_heads=1)
+    out = batch.attend(sliding_window=window, backend=backend)
+    want = [(max(0, row + 1 - (window or 100)) + row) / 2 for row in range(30, 100)]
     assert last_rows(out) == pytest.approx(want, abs=1e-4)
+
+
+def test_queries_of_every_length_are_served(backend):
+    lengths = list(range(20))
+    batch = counting(lengths, lengths, num_heads=2, num_kv_heads=1)
+    want = [row / 2 for length in lengths for row in range(length)]
+    assert last_rows(batch.attend(backend=backend)) == pytest.approx(want, abs=1e-5)
 
 
 def test_causal_is_aligned_to_the_last_key(backend):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from attention_cases import BACKENDS
 from paged_kernels import paged_attention
 from paged_kernels.testing import make_batch
@@ -70,8 +71,8 @@ def test_a_row_does_not_depend_on_its_batch_mates(backend, splits, phase):
     mates = [3, 70, 17, 64, 20, 1, 33, 40]
     query_lens = None if phase == "decode" else [3, 2, 17, 7, 1, 1, 20, 1]
     batch = make_batch(mates, query_lens, **HEADS)
-    options = SPLITS[splits]
-    for seq, at in ((3, 7), (6, 2)):
+    options = {"sinks": torch.tensor([-1.0, 2.0]), **SPLITS[splits]}
+    for seq, at in ((0, 7), (6, 2)):
         alone = attend(batch.rows([seq]), backend, **options)
         others = [other for other in range(8) if other != seq]
         order = [*others[:at], seq, *others[at:]]
@@ -121,6 +122,7 @@ def test_decode_is_a_prefill_of_one_token(backend):
 def test_a_common_prefix_equals_the_plain_result(backend):
     for query_lens in (None, [1, 9, 4]):
         batch = make_batch([70, 90, 68], query_lens, shared_blocks=4)
-        want = attend(batch, backend)
-        got = attend(batch, backend, common_prefix_len=64)
+        sinks = torch.linspace(-1, 2, 4)
+        want = attend(batch, backend, sinks=sinks)
+        got = attend(batch, backend, sinks=sinks, common_prefix_len=64)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

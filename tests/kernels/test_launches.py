@@ -4,9 +4,10 @@ import ast
 import os
 from pathlib import Path
 
-import paged_kernels
 import pytest
 import torch
+
+import paged_kernels
 from paged_kernels import reshape_and_cache
 from paged_kernels._launch import recorded
 from paged_kernels.testing import make_batch, validated_call
@@ -111,7 +112,7 @@ def test_the_order_of_programs_does_not_matter(monkeypatch, options, query_lens)
     # On a GPU they run at once; here they run one after another, so try the other way round.
     from triton.runtime import interpreter
 
-    batch = make_batch([70, 90], query_lens, shared_blocks=4, num_heads=2, num_kv_heads=1)
+    batch = make_batch([70, 90], query_lens, shared_blocks=4, num_heads=3, num_kv_heads=1)
     want = batch.attend(**options, return_lse=True, backend="triton")
 
     turned = []

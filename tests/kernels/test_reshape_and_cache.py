@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from attention_cases import BACKENDS
 from paged_kernels import reshape_and_cache
 from paged_kernels.testing import GUARD, check_guard, guarded_empty, make_batch, poison

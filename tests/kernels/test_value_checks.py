@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from paged_kernels import paged_attention, reshape_and_cache
 from paged_kernels.testing import make_batch
 
