@@ -9,6 +9,7 @@ It moves no data: calls that need a copy return pairs of blocks.
 from __future__ import annotations
 
 from collections.abc import Sequence as ListLike
+from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -361,6 +362,22 @@ class BlockSpaceManager:
             self.tables[table.seq_id] = self.swapped.pop(table.seq_id)
             self.history.add("swap in", table.seq_id, table.held())
         return pairs
+
+    def resize(self, num_blocks: int) -> Pairs:
+        """Make the GPU pool larger, or smaller to give memory back.
+
+        Returns the moves (source, destination) of blocks in use that lay above the new end; they
+        must be made before that memory goes. NoFreeBlocksError when more blocks are in use.
+        """
+        moved = self.gpu.resize(num_blocks)
+        for table in self.tables.values():
+            for index, block in enumerate(table.blocks):
+                if block in moved:
+                    table.blocks[index] = moved[block]
+                    self._batches.changed(table, index)
+        self.config = replace(self.config, num_gpu_blocks=num_blocks)
+        self.history.add("resize", None, list(moved.values()))
+        return list(moved.items())
 
     # The end, and looking
 

@@ -40,6 +40,7 @@ CALLS = (
     "swap_out",
     "can_swap_in",
     "swap_in",
+    "resize",
     "free",
     "block_table",
     "build_batch",

@@ -93,6 +93,24 @@ class BlockAllocator(ABC):
         self._give_back(blocks)
         self.num_free += len(blocks)
 
+    def resize(self, num_blocks: int) -> dict[int, int]:
+        """Make the pool larger, or smaller by moving the blocks in use that lie above its end.
+
+        Returns the new id of each block that moved. NoFreeBlocksError when more are in use.
+        """
+        check_int("num_blocks", num_blocks, minimum=1)
+        num_used, old = self.num_used, self.num_blocks
+        if num_used > num_blocks:
+            raise NoFreeBlocksError(num_used, num_blocks, "blocks are in use")
+        above = [block for block in range(num_blocks, old) if self.ref_counts[block]]
+        self._move_end(num_blocks)
+        moved = dict(zip(above, self._take(len(above)), strict=True))
+        for source, target in moved.items():
+            self.ref_counts[target] = self.ref_counts[source]
+        self.ref_counts = self.ref_counts[:num_blocks] + [0] * (num_blocks - old)
+        self.num_free = num_blocks - num_used
+        return moved
+
     def ref_count(self, block: int) -> int:
         if not 0 <= block < len(self.ref_counts):
             raise ValueError(f"block is {block}; this pool has blocks 0 .. {self.num_blocks - 1}")
@@ -115,3 +133,7 @@ class BlockAllocator(ABC):
     @abstractmethod
     def _give_back(self, blocks: list[int]) -> None:
         """Add blocks, none of which is free, to the free ones."""
+
+    @abstractmethod
+    def _move_end(self, num_blocks: int) -> None:
+        """Add free blocks up to the new end of the pool, or remove those above it."""

@@ -10,6 +10,10 @@ from typing import Protocol
 class FreeList(Protocol):
     def take(self, n: int) -> list[int]: ...
     def give(self, blocks: Iterable[int]) -> None: ...
+    def remove_from(self, first: int) -> None:
+        """Remove every block with id `first` or above."""
+        ...
+
     def __len__(self) -> int: ...
     def in_order(self) -> list[int]:
         """Every block, the next to be taken first."""
@@ -39,6 +43,10 @@ class FifoFreeList:
     def give(self, blocks: Iterable[int]) -> None:
         self._blocks.extend(blocks)
 
+    def remove_from(self, first: int) -> None:
+        self._blocks = [block for block in self.in_order() if block < first]
+        self._head = 0
+
     def __len__(self) -> int:
         return len(self._blocks) - self._head
 
@@ -59,6 +67,10 @@ class FirstFitFreeList:
     def give(self, blocks: Iterable[int]) -> None:
         for block in blocks:
             heapq.heappush(self._heap, block)
+
+    def remove_from(self, first: int) -> None:
+        self._heap = [block for block in self._heap if block < first]
+        heapq.heapify(self._heap)
 
     def __len__(self) -> int:
         return len(self._heap)

@@ -21,3 +21,7 @@ class NaiveBlockAllocator(BlockAllocator):
 
     def _give_back(self, blocks: list[int]) -> None:
         self._free.give(blocks)
+
+    def _move_end(self, num_blocks: int) -> None:
+        self._free.remove_from(num_blocks)
+        self._free.give(range(self.num_blocks, num_blocks))

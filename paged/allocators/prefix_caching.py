@@ -43,7 +43,7 @@ class PrefixCachingBlockAllocator(BlockAllocator):
         self.hasher = Hasher(block_size, hash_fn, hash_seed)
         self.index = self.hasher.index
         self._root = self.hasher.root(None, None)
-        self._max_cached = num_blocks if max_cached_blocks is None else max_cached_blocks
+        self._max_cached = max_cached_blocks
         self._version = 0  # changes whenever a lookup may answer differently
         self._free = make_free_list(free_order, range(num_blocks))
         self._entries: list[Entry | None] = [None] * num_blocks  # of each published block
@@ -57,7 +57,7 @@ class PrefixCachingBlockAllocator(BlockAllocator):
     @property
     def max_cached_blocks(self) -> int:
         """Most blocks that `num_cached` may count."""
-        return self._max_cached
+        return self.num_blocks if self._max_cached is None else self._max_cached
 
     def entry_of(self, block: int) -> Entry | None:
         """What the block is published as, None for a mutable block."""
@@ -130,6 +130,17 @@ class PrefixCachingBlockAllocator(BlockAllocator):
         """Forget all content. References stay."""
         for block in range(self.num_blocks):
             self.withdraw(block)
+
+    def resize(self, num_blocks: int) -> dict[int, int]:
+        """As every allocator; content above the new end stays only where it is in use."""
+        moved = super().resize(num_blocks)
+        for source, target in moved.items():
+            entry = self._entries[target] = self._entries[source]
+            if entry is not None:
+                entry.block = target
+        self._entries = self._entries[:num_blocks]
+        self._version += 1
+        return moved
 
     def allocate_immutable(self, parent: int | None, token_ids: Sequence[int]) -> int:
         """The block with exactly these tokens under that very parent block, or a new one.
@@ -208,5 +219,14 @@ class PrefixCachingBlockAllocator(BlockAllocator):
             else:
                 evictable[block] = entry
         self._free.give(clean)
-        while len(evictable) > self._max_cached:
-            self._evict(len(evictable) - self._max_cached)
+        while self.num_cached > self.max_cached_blocks:
+            self._evict(self.num_cached - self.max_cached_blocks)
+
+    def _move_end(self, num_blocks: int) -> None:
+        for block in [block for block in self._evictable if block >= num_blocks]:
+            entry = self._entries[block]
+            if entry is not None:  # not forgotten together with one before it
+                self._forget(entry)
+        self._free.remove_from(num_blocks)
+        self._free.give(range(self.num_blocks, num_blocks))
+        self._entries += [None] * (num_blocks - self.num_blocks)

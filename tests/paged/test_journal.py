@@ -49,6 +49,7 @@ def record_a_life(path):
         with pytest.raises(NotAllocatedError):
             manager.free(b)
         manager.reset_prefix_cache()
+        manager.resize(7)
         manager.allocate(Sequence("b", [1, 2]))  # a name that was used before
     return manager
 
