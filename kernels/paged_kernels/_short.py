@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ._pages import Pages, token_bytes
+from ._pages import GATHER_BYTES, Pages, token_bytes
 from ._rows import can_flash, flash
 from .merge_states import State
 from .options import AttentionCall
 
 SHORT_BYTES = 1 << 20  # of K; longer sequences keep the machine busy one by one
-GROUP_BYTES = 2 << 20  # of K; what one gather writes is still in cache when it is read
+GROUP_BYTES = GATHER_BYTES  # of K
 
 
 def short_groups(
