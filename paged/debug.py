@@ -96,5 +96,7 @@ def _draw(frames: list[list[int]], numbers: list[int], problem: str | None, path
     from .plots import block_map
 
     title = problem[:80] if problem else "every invariant held"
-    figure = block_map(np.array(frames), steps=numbers, title=title)
+    width = max(map(len, frames))  # the pool may have been resized
+    image = np.array([frame + [FREE] * (width - len(frame)) for frame in frames])
+    figure = block_map(image, steps=numbers, title=title)
     figure.savefig(Path(path))
