@@ -28,10 +28,10 @@ class Batch(Protocol):
 class KVCache:
     """K and V of all layers in blocks, with a pool on the device and one on the CPU.
 
-    The layers of a pool are one allocation for K and one for V, `[num_layers, num_blocks,
-    block_size, num_kv_heads, head_dim]`: within a layer neighbouring blocks are neighbours in
-    memory, and seen with the block first, K and V of every layer are two tensors, so that a list of
-    block copies is one launch however many layers there are.
+    A pool is one allocation for K and one for V, `[num_layers, num_blocks, block_size,
+    num_kv_heads, head_dim]`. Within a layer neighbouring blocks are neighbours in memory, so that a
+    sequence whose blocks lie in order is read without a copy; seen with the block first, all layers
+    are one tensor, so that swapping takes a few large transfers and not two per layer.
 
     Args:
         num_layers, num_blocks, block_size, num_kv_heads, head_dim: sizes, each >= 1.
@@ -128,7 +128,7 @@ class KVCache:
 
     def copy_blocks(self, pairs: Pairs) -> None:
         """Copy `(source, destination)` blocks of all layers, as `paged_kernels.copy_blocks` does."""
-        copy_blocks(_block_first(self._pool), pairs)
+        copy_blocks([layer for planes in self._pool for layer in planes], pairs)
 
     def swap_out(self, pairs: Pairs) -> None:
         """Copy `(block, cpu_block)` of all layers from the device to the CPU pool."""
