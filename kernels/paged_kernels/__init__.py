@@ -1,5 +1,6 @@
 """Paged attention: kernels over a KV cache that is kept in blocks."""
 
+from ._explain import explain
 from .api import paged_attention, reshape_and_cache
 from .blocks import copy_blocks, swap_blocks
 from .dense import dense_attention
@@ -10,6 +11,7 @@ __all__ = [
     "KVCache",
     "copy_blocks",
     "dense_attention",
+    "explain",
     "merge_attention_states",
     "paged_attention",
     "reshape_and_cache",
