@@ -59,6 +59,11 @@ class FakeCache:
         """CPU to GPU."""
         _move(self.cpu, self.gpu, pairs)
 
+    def resize(self, num_blocks: int) -> None:
+        """Give memory back, or take some that holds nothing."""
+        del self.gpu[num_blocks:]
+        self.gpu += [[None] * self.block_size for _ in range(num_blocks - len(self.gpu))]
+
     def poison(self, blocks: Iterable[int]) -> None:
         """Newly handed out blocks hold nothing one may rely on."""
         for block in blocks:

@@ -45,15 +45,23 @@ class CheckedManager(ManagerModel):
         assert self.manager.snapshot() == before, "asking changed something"
         return answer
 
-    def allocate(self, tokens: list[int], num_seqs: int, salt: Any, extra_key: Any) -> list[Live]:
-        """A new group of equal sequences; [] when it was refused."""
+    def new_sequences(
+        self, tokens: list[int], num_seqs: int, salt: Any, extra_key: Any
+    ) -> list[Sequence]:
+        """Equal sequences under new ids, not yet known to the manager."""
+        first = self.next_id
+        self.next_id += num_seqs
+        return [
+            Sequence(seq_id, tokens, salt=salt, extra_key=extra_key)
+            for seq_id in range(first, self.next_id)
+        ]
+
+    def allocate(self, seqs: list[Sequence]) -> list[Live]:
+        """Admit a group of equal sequences; [] when it was refused."""
         self.begin("allocate")
-        seqs = []
-        for _ in range(num_seqs):
-            seqs.append(Sequence(self.next_id, tokens, salt=salt, extra_key=extra_key))
-            self.next_id += 1
-        target = seqs[0] if num_seqs == 1 else SequenceGroup(f"group-{self.next_id}", seqs)
-        root = self.names.root(salt, extra_key)
+        target = seqs[0] if len(seqs) == 1 else SequenceGroup("group", seqs)
+        tokens = list(seqs[0].token_ids)
+        root = self.names.root(seqs[0].salt, seqs[0].extra_key)
         values = self.names.extend(root, tokens)
 
         refs = self.refs()
@@ -193,7 +201,7 @@ class CheckedManager(ManagerModel):
             low, high = self.slots_needed(h, len(h.seq) + 1, refs)
             fewest, most = fewest + low, most + high
         free = self.num_free()
-        possible = True if most <= free else False if fewest > free + freed else None
+        possible = self.possible((fewest, most), free + freed)  # what it drops it may use
         seqs = [h.seq for h in handles]
         done = self.attempt(possible, lambda: self.manager.step(seqs, tokens), *seqs)
         if done is None:
@@ -346,6 +354,32 @@ class CheckedManager(ManagerModel):
             self.cache.swap_in(pairs)
             for h in handles:
                 h.blocks, h.cpu = [moved.get(b, -1) for b in h.cpu], None
+        self.check()
+        return pairs is not None
+
+    def resize(self, num_blocks: int) -> bool:
+        """Grow or shrink the GPU pool; blocks in use above the new end move below it."""
+        self.begin("resize")
+        before = self.refs()
+        possible = len(before) <= num_blocks
+        pairs = self.attempt(possible, lambda: self.manager.resize(num_blocks))
+        if pairs is not None:
+            moved = dict(pairs)
+            assert len(moved) == len(pairs)
+            assert set(moved) == {block for block in before if block >= num_blocks}
+            for block in range(num_blocks, self.total):
+                if not before[block]:
+                    self.prefix.withdraw(block)
+            self.total = num_blocks
+            self.reserve = int(self.config.watermark * num_blocks)
+            kept = Counter({block: n for block, n in before.items() if block < num_blocks})
+            self.cache.resize(max(len(self.cache.gpu), num_blocks))
+            self.take(list(moved.values()), kept)
+            self.cache.copy(pairs)
+            self.cache.resize(num_blocks)
+            self.prefix.move(moved)
+            for h in self.running():
+                h.blocks = [moved.get(block, block) for block in h.blocks]
         self.check()
         return pairs is not None
 

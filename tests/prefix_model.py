@@ -80,6 +80,13 @@ class PrefixModel:
                 entry = entry.parent
         return blocks
 
+    def move(self, moved: dict[int, int]) -> None:
+        """Blocks in use got new ids, and took their content along."""
+        entries = {block: self.by_block.pop(block) for block in moved if block in self.by_block}
+        for block, entry in entries.items():
+            entry.block = moved[block]
+            self.by_block[entry.block] = entry
+
     def clear(self) -> None:
         """Forget everything."""
         self.entries.clear()

@@ -144,6 +144,21 @@ def test_freeing_what_is_no_block_changes_nothing(allocator, bad):
     assert allocator.num_free == 6
 
 
+@pytest.mark.parametrize("kind", [list, tuple, set, dict.fromkeys, iter], ids=lambda k: k.__name__)
+def test_blocks_come_in_any_iterable_or_are_refused_whole(allocator, kind):
+    blocks = allocator.allocate(4)
+    allocator.share(kind(blocks[:1]))
+    references = [allocator.ref_count(block) for block in blocks]
+    try:
+        allocator.free(kind(blocks[::-1]))
+    except TypeError:
+        assert [allocator.ref_count(block) for block in blocks] == references
+        assert allocator.num_free == 4
+    else:
+        assert [allocator.ref_count(block) for block in blocks] == [n - 1 for n in references]
+        assert sorted(drain(allocator)) == sorted(set(range(8)) - {blocks[0]})
+
+
 @pytest.mark.parametrize("num_blocks", [0, 1, 2])
 def test_tiny_pools(num_blocks):
     for allocator in (NaiveBlockAllocator(num_blocks), PrefixCachingBlockAllocator(num_blocks, 4)):

@@ -52,6 +52,7 @@ class ManagerWalk(RuleBasedStateMachine):
         super().__init__()
         self.walk = None
         self.past = []
+        self.waiting = []
 
     @initialize(
         num_gpu_blocks=st.integers(3, 12),
@@ -121,10 +122,22 @@ class ManagerWalk(RuleBasedStateMachine):
             prompt = (tokens + prompt)[:length]
         if change < length:
             prompt[change] = 2
-        for h in self.walk.allocate(prompt, num_seqs, *keys):
+        self.admit(self.walk.new_sequences(prompt, num_seqs, *keys), finish)
+
+    def admit(self, seqs, finish):
+        admitted = self.walk.allocate(seqs)
+        for h in admitted:
             self.remember(h)
             if finish:
                 self.finish(h)
+        if not admitted:
+            self.waiting = [seqs, *self.waiting[:2]]
+
+    @precondition(lambda self: self.walk and self.waiting)
+    @rule(index=pick, finish=st.booleans())
+    def try_again(self, index, finish):
+        """A queue asks for the same sequences at every step, whatever has been evicted since."""
+        self.admit(self.waiting.pop(index % len(self.waiting)), finish)
 
     def remember(self, h):
         self.past.insert(0, (list(h.seq.token_ids), (h.seq.salt, h.seq.extra_key)))
@@ -214,6 +227,11 @@ class ManagerWalk(RuleBasedStateMachine):
         if chance == 0:
             self.walk.reset()
 
+    @rule(num_blocks=st.integers(3, 14), chance=st.integers(0, 3))
+    def resize(self, num_blocks, chance):
+        if chance == 0:
+            self.walk.resize(num_blocks)
+
     def teardown(self):
         if self.walk:
             type(self).calls += sum(self.walk.calls.values())
@@ -276,6 +294,8 @@ def test_a_larger_pool_agrees_with_the_model(free_order, window, tmp_path):
             + [walk.free] * 2
             + [walk.append, walk.fork]
             + [walk.trim, walk.swap_out, walk.swap_in, walk.mark_computed]
+            + [walk.try_again] * 3
+            + [walk.resize]
         )
         if action == walk.allocate:
             walk.allocate(
@@ -291,6 +311,10 @@ def test_a_larger_pool_agrees_with_the_model(free_order, window, tmp_path):
             walk.free(index=index)
         elif action == walk.swap_in and walk.walk.swapped():
             walk.swap_in(index=index, count=rng.randrange(1, 4))
+        elif action == walk.try_again and walk.waiting:
+            walk.try_again(index=index, finish=True)
+        elif action == walk.resize:
+            walk.resize(num_blocks=rng.randrange(40, 70), chance=rng.randrange(3))
         elif not walk.walk.running():
             continue
         elif action == walk.step:
