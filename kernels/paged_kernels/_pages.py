@@ -21,6 +21,7 @@ from .options import AttentionCall
 
 GATHER_BYTES = 4 << 20  # K of one gathered piece; larger ones pay page faults in every call
 RUN_BYTES = 2 << 20  # a shorter run costs less to copy than to merge as a piece of its own
+VIEW_BYTES = 32 << 20  # K of the longest view, for the sake of its scores
 KEEP_BYTES = 2 * GATHER_BYTES  # the most that a thread keeps for K, and for V
 
 _kept = threading.local()
@@ -43,17 +44,17 @@ class Pages:
         self._value = _Cache("value", call.value_cache, call.v_scale)
         self._table = call.block_table
         self._host_table = call.block_table.cpu().numpy()
-        self._follows = np.diff(self._host_table, axis=1) == 1  # entry i + 1 is block i's neighbour
         # Are slots evenly spaced across blocks, so that a view can span them?
         self.joinable = all(
             cache.stride(0) == self._block_size * cache.stride(1)
             for cache in (call.key_cache, call.value_cache)
         )
-        if call.num_splits is not None or not self.joinable:
-            self._follows[:] = False  # where pieces meet must not depend on where blocks lie
+        # Under num_splits, where pieces meet must not depend on where blocks lie.
+        self._gather_all = call.num_splits is not None
         block_bytes = self._block_size * token_bytes(call)
         self._gather_blocks = max(1, GATHER_BYTES // block_bytes)
         self._run_blocks = -(-RUN_BYTES // block_bytes)
+        self._view_blocks = max(1, VIEW_BYTES // block_bytes)
 
     def pieces(self, seq: int, begin: int, end: int) -> Iterator[Piece]:
         """The keys `begin .. end - 1` of sequence `seq`, in order; no other entry is looked up."""
@@ -72,34 +73,34 @@ class Pages:
 
         Only of `joinable` pages.
         """
-        entries = torch.gather(self._table[seqs].long(), 1, positions // self._block_size)
+        entries = self._table[torch.tensor(seqs)[:, None], positions // self._block_size].long()
         slots = (entries * self._block_size + positions % self._block_size).flatten()
-        shape = positions.shape
-        return self._key.slots(slots).unflatten(0, shape), self._value.slots(slots).unflatten(
-            0, shape
-        )
+        shape = (*positions.shape, -1)
+        key, value = self._key.slots(slots), self._value.slots(slots)
+        return key.view(*shape, key.shape[2]), value.view(*shape, value.shape[2])
 
     def _plan(self, seq: int, first: int, last: int) -> Iterator[tuple[int, int, bool]]:
         """Entries `first .. last - 1` cut into (i, j, whether they are one run of blocks)."""
         if first >= last:
             return
-        follows = self._follows[seq, first : last - 1]
-        if follows.all():
-            yield first, last, True
+        step = np.diff(self._host_table[seq, first:last])
+        follows = (step == 1) & self.joinable
+        if follows.all() and not self._gather_all:
+            yield from _cut(first, last, self._view_blocks, True)
             return
         done = first
-        if last - first > self._run_blocks:
+        if last - first > self._run_blocks and not self._gather_all:
             cuts = np.concatenate(([first], np.flatnonzero(~follows) + first + 1, [last]))
             for run in np.flatnonzero(np.diff(cuts) >= self._run_blocks).tolist():
                 i, j = int(cuts[run]), int(cuts[run + 1])
-                yield from self._gathers(done, i)
-                yield i, j, True
+                yield from _cut(done, i, self._gather_blocks, False)
+                yield from _cut(i, j, self._view_blocks, True)
                 done = j
-        yield from self._gathers(done, last)
+        yield from _cut(done, last, self._gather_blocks, False)
 
-    def _gathers(self, i: int, j: int) -> Iterator[tuple[int, int, bool]]:
-        for start in range(i, j, self._gather_blocks):
-            yield start, min(start + self._gather_blocks, j), False
+
+def _cut(i: int, j: int, step: int, is_run: bool) -> Iterator[tuple[int, int, bool]]:
+    return ((start, min(start + step, j), is_run) for start in range(i, j, step))
 
 
 def token_bytes(call: AttentionCall) -> int:

@@ -157,6 +157,7 @@ class KVCache:
         """K, V, and for int8 their scale planes, each with the layer as dim 0."""
         slots = (self.num_layers, num_blocks, self.block_size, self.num_kv_heads)
         pinned = device.type == "cpu" and self.device.type == "cuda"
+        shapes: list[tuple[tuple[int, ...], torch.dtype]]
         shapes = [((*slots, self.head_dim), self.dtype), ((*slots, self.head_dim_v), self.dtype)]
         if self.dtype == torch.int8:
             shapes += [(slots, torch.float32)] * 2

@@ -18,15 +18,16 @@ OPTIONS = {
     "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
 }
 
+BLOCK_BYTES = 16 * 2 * 16 * 4  # of K, as make_batch makes them
+
 
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Pieces of three blocks, runs of two, groups of a few sequences, tiles of four tokens."""
-    block_bytes = 16 * 2 * 16 * 4
-    monkeypatch.setattr(_pages, "GATHER_BYTES", 3 * block_bytes)
-    monkeypatch.setattr(_pages, "RUN_BYTES", 2 * block_bytes)
-    monkeypatch.setattr(_short, "SHORT_BYTES", 2 * block_bytes)
-    monkeypatch.setattr(_short, "GROUP_BYTES", 4 * block_bytes)
+    monkeypatch.setattr(_pages, "GATHER_BYTES", 3 * BLOCK_BYTES)
+    monkeypatch.setattr(_pages, "RUN_BYTES", 2 * BLOCK_BYTES)
+    monkeypatch.setattr(_short, "SHORT_BYTES", 2 * BLOCK_BYTES)
+    monkeypatch.setattr(_short, "GROUP_BYTES", 4 * BLOCK_BYTES)
     monkeypatch.setattr(_rows, "TILE_ROWS", 8)
 
 
@@ -81,6 +82,13 @@ def test_a_sequence_in_order_is_one_view(small_pieces):
     batch = make_batch([120])
     batch = dataclasses.replace(batch, block_table=torch.arange(1, 9)[None])
     assert pieces_of(batch) == [(0, 120, True)]
+
+
+def test_a_very_long_run_is_cut_for_the_sake_of_its_scores(small_pieces, monkeypatch):
+    monkeypatch.setattr(_pages, "VIEW_BYTES", 5 * BLOCK_BYTES)
+    batch = make_batch([120])
+    batch = dataclasses.replace(batch, block_table=torch.arange(1, 9)[None])
+    assert pieces_of(batch) == [(0, 80, True), (80, 40, True)]
 
 
 def test_long_runs_are_views_between_gathered_blocks(small_pieces):
