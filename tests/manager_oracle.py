@@ -67,19 +67,14 @@ class CheckedManager(ManagerModel):
         refs = self.refs()
         most = max(0, (len(tokens) - 1) // self.block_size)
         hits = self.prefix.hits(self.contents(values)[:most])
-        num_blocks = ceil_div(len(tokens), self.block_size)
-        left = self.num_free() - sum(not refs[b] for b in hits) - (num_blocks - len(hits))
-        if num_blocks > self.total:
-            expected = AllocStatus.NEVER
-        else:
-            fits = left >= (self.reserve if refs else 0)
-            expected = AllocStatus.OK if fits else AllocStatus.LATER
         status = self.ask(self.manager.can_allocate, target)
-        assert status is expected, (status, expected)
-        if (
-            self.attempt(status is AllocStatus.OK, lambda: (self.manager.allocate(target), 1))
-            is None
-        ):
+        assert status is self.admission(len(tokens), hits)
+        if len(seqs) == 1:
+            lookahead = self.block_size + 1
+            answer = self.ask(self.manager.can_allocate, target, lookahead)
+            assert answer is self.admission(len(tokens) + lookahead, hits)
+        possible = status is AllocStatus.OK
+        if not self.attempt(possible, lambda: self.manager.allocate(target) is None):
             self.check()
             return []
 
@@ -103,6 +98,14 @@ class CheckedManager(ManagerModel):
             new.append(h)
         self.check()
         return new
+
+    def admission(self, num_tokens: int, hits: list[int]) -> AllocStatus:
+        """The contract's answer for a sequence of that many tokens and these cached blocks."""
+        refs, num_blocks = self.refs(), ceil_div(num_tokens, self.block_size)
+        if num_blocks > self.total:
+            return AllocStatus.NEVER
+        left = self.num_free() - sum(not refs[b] for b in hits) - (num_blocks - len(hits))
+        return AllocStatus.OK if left >= (self.reserve if refs else 0) else AllocStatus.LATER
 
     def slots_needed(self, h: Live, num_tokens: int, refs: Counter[int]) -> tuple[int, int]:
         """Fewest and most blocks that slots for `num_tokens` can take; `refs` then follows."""

@@ -250,6 +250,8 @@ def test_a_parent_is_not_evicted_by_its_child():
     allocator.free([parent])
     allocator.free([other])
     assert allocator.allocate_immutable(parent, [3, 4]) == other
+    assert [allocator.ref_count(parent), allocator.ref_count(other)] == [0, 1]
+    assert allocator.num_free == 1
 
 
 @pytest.mark.parametrize("parent", [-1, 3, 6, 100, "x", 1.5])

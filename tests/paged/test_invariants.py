@@ -333,6 +333,20 @@ def test_a_broken_invariant_is_found_and_named(name):
         assert repr(owner) in text, text
 
 
+@pytest.mark.parametrize("operation", ["allocate", "fork", "free"])
+def test_a_broken_block_comes_with_its_last_operation(operation):
+    manager = make_manager(8, 4)
+    seq = admit(manager, "a", range(9))
+    if operation == "fork":
+        manager.fork(seq, seq.fork("b"))
+    if operation == "free":
+        manager.free(seq)
+    manager.gpu.ref_counts[1] += 1
+    name = "'b'" if operation == "fork" else "'a'"
+    with pytest.raises(InvariantError, match=rf"block 1\b.*{operation} by sequence {name}"):
+        manager.check_invariants()
+
+
 def test_checking_changes_nothing():
     manager = healthy()
     before = manager.snapshot()
