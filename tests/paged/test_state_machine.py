@@ -224,12 +224,12 @@ class ManagerWalk(RuleBasedStateMachine):
 
     @rule(chance=st.integers(0, 9))
     def reset_prefix_cache(self, chance):
-        if chance == 0:
+        if chance == 5:
             self.walk.reset()
 
-    @rule(num_blocks=st.integers(3, 14), chance=st.integers(0, 3))
+    @rule(num_blocks=st.integers(3, 14), chance=st.integers(0, 9))
     def resize(self, num_blocks, chance):
-        if chance == 0:
+        if chance == 5:
             self.walk.resize(num_blocks)
 
     def teardown(self):
@@ -314,7 +314,7 @@ def test_a_larger_pool_agrees_with_the_model(free_order, window, tmp_path):
         elif action == walk.try_again and walk.waiting:
             walk.try_again(index=index, finish=True)
         elif action == walk.resize:
-            walk.resize(num_blocks=rng.randrange(40, 70), chance=rng.randrange(3))
+            walk.resize(num_blocks=rng.randrange(40, 70), chance=5)
         elif not walk.walk.running():
             continue
         elif action == walk.step:
