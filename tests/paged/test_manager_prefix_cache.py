@@ -92,7 +92,9 @@ def test_tensor_tokens_share_a_key_or_are_refused(hash_fn):
     assert hit == 2
 
 
-@pytest.mark.parametrize("bad", [True, 1.0, "1", None, 2**31, -(2**31) - 1, 2**63, np.bool_(True)])
+@pytest.mark.parametrize(
+    "bad", [True, 1.0, "1", None, 2**31, -(2**31) - 1, 2**63, np.bool_(True), torch.tensor(True)]
+)
 def test_a_bad_token_is_refused_where_it_enters(bad):
     with pytest.raises((TypeError, ValueError), match="token"):
         Sequence("a", [1, bad])
@@ -117,6 +119,20 @@ def test_step_refuses_a_bad_token_before_anything_changes(bad):
     with refused(manager, (TypeError, ValueError), "token"):
         manager.step(seqs, [1, bad])
     assert [list(seq.token_ids) for seq in seqs] == [[0, 1, 2], [1, 1, 2]]
+
+
+def test_tokens_cut_off_between_two_lives_are_not_remembered(hash_fn):
+    manager = make_manager(16, 4, hash_fn=hash_fn)
+    seq = admit(manager, "a", PROMPT)
+    manager.free(seq)
+    del seq.token_ids[6:]
+    for token in range(50, 58):
+        seq.append_token(token)
+    manager.allocate(seq)
+    assert manager.num_cached_tokens(seq) == 4
+    manager.mark_computed(seq, len(seq))
+    assert cached_tokens(manager, [*PROMPT[:6], *range(50, 56), 9]) == 12
+    assert cached_tokens(manager, [*PROMPT, 9]) == 12
 
 
 # --- publishing ---------------------------------------------------------------------------------
