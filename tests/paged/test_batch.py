@@ -203,3 +203,16 @@ def test_tables_that_were_never_looked_at_for_long_are_right(monkeypatch):
             seq.append_token(token)
             manager.append_slots(seq)
     assert_describes(manager.build_batch([b, a]), manager, [b, a])
+
+
+def test_a_step_takes_no_block_for_a_copy_that_a_drop_has_spared():
+    """Behind the window one sequence gives up a block, so its sharer may write it in place."""
+    manager = make_manager(block_size=2, sliding_window=1)
+    a = admit(manager, "a", [1, 2, 3, 4])
+    b = a.fork("b")
+    manager.fork(a, b)
+    manager.trim(a, 3)
+    copies, batch = manager.step([a, b], [5, 6])
+    assert copies == []
+    assert_describes(batch, manager, [a, b])
+    manager.check_invariants()
