@@ -222,8 +222,6 @@ class BlockSpaceManager:
             table.num_computed = table.num_tokens
             if table.num_computed >= table.work_at:
                 self._retention.settle(table)
-        if self.config.sliding_window is not None:  # a dropped block may have left its sharer alone
-            needed = self._growth.blocks_needed(wanted)
         pairs = self._growth.grow(wanted, needed)
         seq_lens = []
         for table in tables:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .allocators import BlockAllocator, PrefixCachingBlockAllocator
 from .batch import BatchBuilder
@@ -11,6 +11,8 @@ from .config import CacheConfig
 from .errors import NoFreeBlocksError
 from .history import History
 from .retention import Retention
+
+NOTHING: Mapping[int, int] = {}
 
 
 class Growth:
@@ -36,8 +38,13 @@ class Growth:
         self._batches = batches
         self._history = history
 
-    def blocks_needed(self, wanted: list[tuple[BlockTable, int]]) -> int:
-        """New blocks, copies included, for each table to have `target` slots of its own."""
+    def blocks_needed(
+        self, wanted: list[tuple[BlockTable, int]], dropped: Mapping[int, int] = NOTHING
+    ) -> int:
+        """New blocks, copies included, for each table to have `target` slots of its own.
+
+        dropped: references of blocks that will be gone by then.
+        """
         block_size, ref_counts = self._block_size, self._gpu.ref_counts
         needed = 0
         writers: dict[int, int] = {}  # of shared blocks: the last holder writes in place
@@ -49,7 +56,7 @@ class Growth:
             for block in table.blocks[table.num_tokens // block_size : last]:
                 if ref_counts[block] > 1:
                     writers[block] = writers.get(block, 0) + 1
-                    needed += writers[block] < ref_counts[block]
+                    needed += writers[block] < ref_counts[block] - dropped.get(block, 0)
         return needed
 
     def reserve(
@@ -59,14 +66,10 @@ class Growth:
 
         settling: tables that drop what is behind their window before the blocks are taken.
         """
-        needed, available = self.blocks_needed(wanted), self._gpu.num_free
-        if needed > available and settling:
-            droppers: dict[int, int] = {}
-            for table in settling:
-                last = self._retention.num_droppable(table.num_tokens)
-                for block in table.blocks[table.num_dropped : last]:
-                    droppers[block] = droppers.get(block, 0) + 1
-                    available += droppers[block] == self._gpu.ref_counts[block]
+        dropped = self._retention.droppable(settling)
+        needed, available = self.blocks_needed(wanted, dropped), self._gpu.num_free
+        for block, count in dropped.items():
+            available += count == self._gpu.ref_counts[block]
         if needed > available:
             seq_ids = [table.seq_id for table, _ in wanted]
             raise NoFreeBlocksError(needed, available, f"for sequences {seq_ids}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .allocators import BlockAllocator, PrefixCachingBlockAllocator
 from .batch import BatchBuilder
 from .block_table import DROPPED, NEVER, BlockTable
@@ -107,6 +109,16 @@ class Retention:
         if self._window is None:
             return 0
         return max(0, num_computed - self._window + 1) // self._block_size
+
+    def droppable(self, tables: Sequence[BlockTable]) -> dict[int, int]:
+        """References that `settle` will drop when all slots of these tables are computed."""
+        counts: dict[int, int] = {}
+        if self._window is not None:
+            for table in tables:
+                last = self.num_droppable(table.num_tokens)
+                for block in table.blocks[table.num_dropped : last]:
+                    counts[block] = counts.get(block, 0) + 1
+        return counts
 
     def _drop(self, table: BlockTable) -> None:
         first, last = table.num_dropped, self.num_droppable(table.num_computed)

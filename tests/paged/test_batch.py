@@ -207,11 +207,12 @@ def test_tables_that_were_never_looked_at_for_long_are_right(monkeypatch):
 
 def test_a_step_takes_no_block_for_a_copy_that_a_drop_has_spared():
     """Behind the window one sequence gives up a block, so its sharer may write it in place."""
-    manager = make_manager(block_size=2, sliding_window=1)
+    manager = make_manager(block_size=2, sliding_window=1, num_gpu_blocks=3)
     a = admit(manager, "a", [1, 2, 3, 4])
     b = a.fork("b")
     manager.fork(a, b)
     manager.trim(a, 3)
+    admit(manager, "another", [7])  # so that there is no block for a copy
     copies, batch = manager.step([a, b], [5, 6])
     assert copies == []
     assert_describes(batch, manager, [a, b])
