@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 
 import torch
-
 from paged_kernels.testing import PagedBatch, make_batch
 from pairwise import pairwise
 

@@ -1,24 +1,33 @@
 """Caches, queries and outputs whose elements lie past 2^31: run as a script, by its test.
 
-Memory is reserved and hardly touched, so gigabytes of it cost next to nothing. Code that computes
-offsets in 32 bits ends the process here, which is why this is not run inside pytest.
+Tensors are sparse files, of which only what is touched takes room. Code that computes offsets in 32
+bits ends the process here, which is why this is not run inside pytest.
 """
 
 import sys
+import tempfile
+from pathlib import Path
 
 import torch
-
 from paged_kernels import paged_attention, reshape_and_cache
 
 PAST = 2**31  # elements
 HEADS, WIDTH = 2, 16
 
 
+def reserve(*shape, dtype=torch.float16):
+    """A tensor of zeros that takes no memory before it is written."""
+    size = torch.Size(shape).numel()
+    with tempfile.TemporaryDirectory() as folder:  # the mapping outlives the name
+        file = str(Path(folder) / "sparse")
+        return torch.from_file(file, shared=True, size=size, dtype=dtype).view(shape)
+
+
 def far_cache(block_size=128):
     """A cache of more than 2^31 elements, of which only the last blocks are written: V = K."""
     block = block_size * HEADS * WIDTH
     num_blocks = PAST // block + 3
-    return torch.empty(num_blocks, block_size, HEADS, WIDTH, dtype=torch.float16)
+    return reserve(num_blocks, block_size, HEADS, WIDTH)
 
 
 def counting(cache, block_ids, num_tokens):
@@ -50,7 +59,7 @@ def check_attention(backend):
 def check_rows(backend):
     """Query and output rows 2^30 elements apart."""
     cache = torch.ones(1, 16, HEADS, WIDTH, dtype=torch.float16)
-    far = torch.empty(PAST + 4096, dtype=torch.float16)
+    far = reserve(PAST + 4096)
     query = far.as_strided((3, HEADS, WIDTH), (2**30, WIDTH, 1))
     out = far.as_strided((3, HEADS, WIDTH), (2**30, WIDTH, 1), 1024)
     query.zero_()
@@ -64,7 +73,7 @@ def check_rows(backend):
 
 def check_write(backend):
     width, slot = 576, 3_728_300  # slot * width passes 2^31 at slot 3,728,271
-    cache = torch.empty(slot // 16 + 2, 16, 1, width, dtype=torch.float16)
+    cache = reserve(slot // 16 + 2, 16, 1, width)
     cache.view(-1, width)[[0, slot - 1, slot + 1]] = 7
     row = torch.arange(width, dtype=torch.float16).view(1, 1, width)
     for slots in (torch.tensor([slot]), torch.tensor([slot], dtype=torch.int32)):
@@ -74,9 +83,24 @@ def check_write(backend):
         assert (cache.view(-1, width)[[0, slot - 1, slot + 1]] == 7).all(), "write beside"
 
 
+def check_scales(backend):
+    """int8 scales 2^30 elements apart from block to block, written and read."""
+    cache = torch.zeros(3, 16, 1, WIDTH, dtype=torch.int8)
+    planes = reserve(PAST + 4096, dtype=torch.float32)
+    k_scale = planes.as_strided((3, 16, 1), (2**30, 1, 1))
+    v_scale = planes.as_strided((3, 16, 1), (2**30, 1, 1), 1024)
+    rows = torch.full((1, 1, WIDTH), 127 * 3.0)
+    scales = {"k_scale": k_scale, "v_scale": v_scale, "backend": backend}
+    reshape_and_cache(rows, rows, cache, cache.clone(), torch.tensor([32]), **scales)
+    assert k_scale[2, 0, 0] == v_scale[2, 0, 0] == 3.0, "write"
+    table, lens = torch.tensor([[2]]), torch.tensor([1])
+    out = paged_attention(torch.zeros(1, 1, WIDTH), cache, cache, table, lens, **scales)
+    assert (out == 127 * 3.0).all(), "read"
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for check in (check_attention, check_rows, check_write):
+    for check in (check_attention, check_rows, check_write, check_scales):
         print(check.__name__, flush=True)
         check(sys.argv[1])
     print("done")

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
 from attention_cases import BACKENDS, DTYPES, OPTIONS, PHASES, SIZES, matrix
 
 TITLES = {"causal": "`causal=False`", "return_lse": "`return_lse=True`"}

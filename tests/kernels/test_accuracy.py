@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from attention_cases import BACKENDS
 from paged_kernels.reference import dense_attend
 from paged_kernels.testing import make_batch, validated_call

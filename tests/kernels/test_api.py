@@ -4,10 +4,9 @@ import inspect
 import subprocess
 import sys
 
+import paged_kernels
 import pytest
 import torch
-
-import paged_kernels
 from attention_cases import BACKENDS
 from paged_kernels import paged_attention, reshape_and_cache
 from paged_kernels.testing import make_batch

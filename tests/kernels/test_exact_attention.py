@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-
 from attention_cases import BACKENDS
 from paged_kernels import paged_attention
 from paged_kernels.testing import make_batch
@@ -114,6 +113,17 @@ def test_softcap_bounds_the_natural_scores(backend):
     capped = 3 * math.tanh(40 / 3)
     assert last_rows(out) == pytest.approx([1 / (1 + math.exp(-capped))], abs=1e-6)
     assert lse.item() == pytest.approx(math.log(1 + math.exp(capped)), abs=1e-5)
+
+
+def test_a_tight_softcap_saturates(backend):
+    batch = make_batch([2], num_heads=1, num_kv_heads=1)
+    batch.query.fill_(100.0)
+    tokens = (batch.slots // 16, batch.slots % 16)
+    batch.key_cache[tokens] = torch.tensor([100.0, -100.0])[:, None, None]
+    batch.value_cache[tokens] = torch.tensor([1.0, 0.0])[:, None, None]
+    out, lse = batch.attend(softcap=0.5, return_lse=True, backend=backend)
+    assert last_rows(out) == pytest.approx([1 / (1 + math.exp(-1))], abs=1e-6)
+    assert lse.item() == pytest.approx(math.log(math.exp(0.5) + math.exp(-0.5)), abs=1e-6)
 
 
 @pytest.mark.parametrize("window", [1, 4, 9, 10, 11, 15, 16, 17, 100])

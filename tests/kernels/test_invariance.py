@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from attention_cases import BACKENDS
 from paged_kernels import paged_attention
 from paged_kernels.testing import make_batch
@@ -94,6 +93,23 @@ def test_strides_do_not_matter(backend, layout, phase):
     for name in ("query", "key_cache", "value_cache"):
         assert not arguments[name].is_contiguous()
         arguments[name] = arguments[name].contiguous()
+    torch.testing.assert_close(paged_attention(**arguments), want, rtol=1e-6, atol=1e-6)
+
+
+@parametrised(phase=QUERY_LENS)
+def test_slices_of_larger_buffers_give_the_same(backend, phase):
+    # A manager keeps one wide table; slices of it, and of odd rows, start at any address.
+    batch = make_batch(SEQ_LENS, QUERY_LENS[phase])
+    want = attend(batch, backend, num_splits=1)
+    arguments = batch.arguments(num_splits=1, return_lse=True, backend=backend)
+    for name in ("block_table", "seq_lens", "cu_seqlens_q", "query"):
+        tensor = arguments[name]
+        if tensor is not None:
+            wide = tensor.new_full([size + 3 for size in tensor.shape], -5)
+            inner = wide[tuple(slice(1, size + 1) for size in tensor.shape)]
+            arguments[name] = inner.copy_(tensor)
+    assert arguments["block_table"].stride(0) > arguments["block_table"].shape[1]
+    assert arguments["query"].data_ptr() % 16 != 0
     torch.testing.assert_close(paged_attention(**arguments), want, rtol=1e-6, atol=1e-6)
 
 

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from attention_cases import BACKENDS
 
 TESTS = Path(__file__).parents[1]

@@ -4,10 +4,9 @@ import ast
 import os
 from pathlib import Path
 
+import paged_kernels
 import pytest
 import torch
-
-import paged_kernels
 from paged_kernels import reshape_and_cache
 from paged_kernels._launch import recorded
 from paged_kernels.testing import make_batch, validated_call

@@ -6,7 +6,6 @@ The caches are poisoned and guarded, the blocks lie at random places, the tables
 import itertools
 
 import pytest
-
 from attention_cases import BACKENDS, OPTIONS, PHASES, batch_of, is_on, matrix
 from paged_kernels.testing import assert_matches_reference
 

@@ -9,9 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import paged_kernels
+import pytest
 from mutants import MUTANTS
 
 PACKAGE = Path(paged_kernels.__file__).parent

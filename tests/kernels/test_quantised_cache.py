@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from attention_cases import BACKENDS, QUANTISED
 from paged_kernels import reshape_and_cache
 from paged_kernels._quantise import quantise_int8, round_to_int8

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-
 from paged_kernels.options import Variant
 from paged_kernels.reference import dense_attend, visible
 from paged_kernels.testing import assert_close, make_batch, validated_call

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from attention_cases import BACKENDS
 from paged_kernels import reshape_and_cache
 from paged_kernels.testing import GUARD, check_guard, guarded_empty, make_batch, poison
@@ -102,6 +101,15 @@ def test_slices_of_a_fused_qkv_are_written_as_they_are(backend):
         for source, cache in ((key, key_cache), (value, value_cache)):
             assert torch.equal(cache.flatten(0, 1)[[3, 0, 7, 4, 1]], source[[0, 1, 2, 3, 5]])
             assert (cache.flatten(0, 1)[[2, 5, 6]] == GUARD).all()
+
+
+def test_rows_and_slots_may_start_at_any_address(backend):
+    key, value = torch.randn(2, 9, 2, 16 + 1)[..., 1:].unbind()
+    slots = torch.arange(9)[5:]
+    key_cache, value_cache = caches((2, 8, 2, 16))
+    reshape_and_cache(key[3:], value[5:], key_cache, value_cache, slots, backend=backend)
+    assert torch.equal(key_cache.flatten(0, 1)[5:9], key[3:7])
+    assert torch.equal(value_cache.flatten(0, 1)[5:9], value[5:9])
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 3, 8, 20])

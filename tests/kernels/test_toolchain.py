@@ -4,7 +4,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-
 from attention_cases import BACKENDS
 from paged_kernels.testing import assert_matches_reference, make_batch
 

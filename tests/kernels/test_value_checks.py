@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from paged_kernels import paged_attention, reshape_and_cache
 from paged_kernels.testing import make_batch
 
