@@ -1,10 +1,15 @@
-"""Run before anything else: Triton kernels are interpreted, on one thread, with a cache per worker."""
+"""Run before anything else: Triton kernels are interpreted, on one thread, with a cache per worker.
+
+tests/compiled needs a process that compiles: with TRITON_INTERPRET=0 in the environment, only those
+tests are collected. test_ahead_of_time.py runs them so.
+"""
 
 import os
 import tempfile
 from pathlib import Path
 
-os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+INTERPRETED = os.environ.setdefault("TRITON_INTERPRET", "1") != "0"  # read when triton is imported
+collect_ignore = ["compiled"] if INTERPRETED else ["kernels", "paged"]
 # Workers that share a cold cache race for its files.
 os.environ["TRITON_CACHE_DIR"] = str(
     Path(tempfile.gettempdir()) / f"paged-triton-{os.environ.get('PYTEST_XDIST_WORKER', 'main')}"

@@ -89,7 +89,7 @@ _PREFILL = {
     ("hopper", 64): (128, 128, 8, 2),
     ("hopper", 128): (128, 64, 8, 2),
     ("hopper", 256): (64, 32, 8, 2),
-    ("hopper", 0): (64, 32, 4, 2),
+    ("hopper", 0): (64, 32, 8, 2),
     ("ampere", 64): (64, 64, 4, 3),
     ("ampere", 128): (64, 32, 4, 3),
     ("ampere", 256): (64, 32, 8, 2),
@@ -119,7 +119,8 @@ def choose_tile(prefill: bool, dims: Dims, itemsize: int, quantised: bool, devic
     width, rows = max(d, dv), padded(dims.group_size)
     family = "hip" if device.backend == "hip" else "hopper" if device.arch >= 90 else "ampere"
     if itemsize == 4:  # exact float32 is computed without matrix units, in registers
-        m, n, num_warps, buffers = rows, 16, 4 if rows * width <= 16 * 128 else 8, 2
+        m, n, num_warps = rows, 16, 4 if rows * width <= 16 * 128 else 8
+        buffers = 0 if quantised else 2
     elif prefill:
         wide = width > 128
         entry = 0 if quantised and not wide else 256 if wide else max(64, width)
@@ -131,7 +132,7 @@ def choose_tile(prefill: bool, dims: Dims, itemsize: int, quantised: bool, devic
         m, n, buffers = rows, max(16, min(128, 1 << (keys.bit_length() - 1))), 2
         num_warps = 2 if rows * width <= 16 * 128 else 4 if rows * width <= 64 * 128 else 8
         if quantised:  # converting takes registers
-            num_warps = max(4, num_warps)
+            n, num_warps = min(64, n), max(4, num_warps)
     if family == "hip":
         buffers = 0
     # On a smaller device, fewer buffers first and then fewer keys.

@@ -27,11 +27,12 @@ def find_tile(cu_seqlens_q, tile, num_seqs, TOKENS: tl.constexpr):
     low, high = tl.full((), 0, tl.int32), num_seqs
     while high - low > 1:
         middle = (low + high) // 2
-        if tl.load(cu_seqlens_q + middle) // TOKENS + middle <= tile:
+        if tl.load(cu_seqlens_q + middle).to(tl.int32) // TOKENS + middle <= tile:
             low = middle
         else:
             high = middle
-    return low, (tile - tl.load(cu_seqlens_q + low) // TOKENS - low) * TOKENS
+    first_tile = tl.load(cu_seqlens_q + low).to(tl.int32) // TOKENS + low
+    return low, (tile - first_tile) * TOKENS
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_seqs", "first_key", "split_size"])
