@@ -133,7 +133,7 @@ def decode(repeats: int) -> Iterator[Row]:
 def growth(repeats: int) -> Iterator[Row]:
     """A step must cost the same whatever the pool and the context, and follow the batch."""
     for pool in (4_096, 32_768, 131_072):
-        yield decode_step(repeats, pool, context=128).row(f"step, pool of {pool:,} blocks")
+        yield decode_step(repeats, pool, context=64).row(f"step, pool of {pool:,} blocks")
     for context in (1_024, 8_192, 65_536):
         row = decode_step(repeats, 4096 * 64, context, num_seqs=16)
         yield row.row(f"step, 16 sequences of {context:,} tokens")
@@ -172,7 +172,7 @@ def decode_step(
     tokens: list[int] = []
     timings = Timings()
     freeze()
-    for step in range(16 * repeats):
+    for step in range(8 * repeats):
         tokens = random_tokens(rng, num_seqs)
         if step % 4 == 0:
             manager.free(seqs.pop(rng.randrange(num_seqs)))
