@@ -307,6 +307,26 @@ def test_step_copies_a_shared_tail_for_all_but_the_last():
     assert batch.slot_mapping.tolist() == [tables[0][1] * 4 + 2, tables[1][1] * 4 + 2]
 
 
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("spare", [1, 6])
+def test_a_step_that_drops_a_shared_tail_takes_no_block_too_many(caching, spare):
+    # "b" drops the block behind its window in the same step in which "a" writes to it: no copy.
+    manager = make_manager(2 + spare, 2, sliding_window=1, enable_prefix_caching=caching)
+    a = admit(manager, "a", [1, 2, 3, 4], computed=False)
+    b = a.fork("b")
+    manager.fork(a, b)
+    manager.trim(a, 3)
+    tail = manager.block_table(a)[1]
+    copies, _ = manager.step([a, b], [5, 6])
+    manager.check_invariants()
+    assert copies == [] and manager.block_table(a) == [-1, tail]
+    assert manager.block_table(b)[:2] == [-1, -1]
+    assert manager.stats().gpu.num_used == 2
+    manager.free(a)
+    manager.free(b)
+    assert manager.stats().gpu.num_used == 0
+
+
 @pytest.mark.parametrize("tokens", [[1], [1, 2, 3], []])
 def test_step_wants_one_token_per_sequence(tokens):
     manager = make_manager(8, 4)
