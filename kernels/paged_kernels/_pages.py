@@ -8,8 +8,9 @@ memory costs more in page faults than the copy itself.
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from .options import AttentionCall
 GATHER_BYTES = 4 << 20  # K of one gathered piece; larger ones pay page faults in every call
 RUN_BYTES = 2 << 20  # a shorter run costs less to copy than to merge as a piece of its own
 VIEW_BYTES = 32 << 20  # K of the longest view, for the sake of its scores
-KEEP_BYTES = 2 * GATHER_BYTES  # the most that a thread keeps for K, and for V
+KEEP_BYTES = 2 * GATHER_BYTES  # the most that a thread keeps for one use
 
 _kept = threading.local()
 
@@ -31,7 +32,7 @@ class Piece(NamedTuple):
     """The keys `start .. start + len(key) - 1` of a sequence."""
 
     start: int
-    key: Tensor  # [num_keys, num_kv_heads, head_dim], float32 when the cache is quantised
+    key: Tensor  # [num_keys, num_kv_heads, head_dim], in what `read_dtype` says
     value: Tensor  # [num_keys, num_kv_heads, head_dim_v]
 
 
@@ -55,6 +56,8 @@ class Pages:
         self._gather_blocks = max(1, GATHER_BYTES // block_bytes)
         self._run_blocks = -(-RUN_BYTES // block_bytes)
         self._view_blocks = max(1, VIEW_BYTES // block_bytes)
+        if read_dtype(call.key_cache) != call.key_cache.dtype:
+            self._view_blocks = self._gather_blocks
 
     def pieces(self, seq: int, begin: int, end: int) -> Iterator[Piece]:
         """The keys `begin .. end - 1` of sequence `seq`, in order; no other entry is looked up."""
@@ -103,9 +106,15 @@ def _cut(i: int, j: int, step: int, is_run: bool) -> Iterator[tuple[int, int, bo
     return ((start, min(start + step, j), is_run) for start in range(i, j, step))
 
 
+def read_dtype(cache: Tensor) -> torch.dtype:
+    """How K and V are handed out: float32 for a quantised cache, and for float16, slow on CPUs."""
+    return torch.bfloat16 if cache.dtype == torch.bfloat16 else torch.float32
+
+
 def token_bytes(call: AttentionCall) -> int:
-    """Bytes of one token's K."""
-    return call.dims.num_kv_heads * call.dims.head_dim * call.key_cache.element_size()
+    """Bytes of one token's K as it is handed out."""
+    dims = call.dims
+    return dims.num_kv_heads * dims.head_dim * read_dtype(call.key_cache).itemsize
 
 
 class _Cache:
@@ -131,30 +140,32 @@ class _Cache:
         return self._real(stored, lambda planes: planes.flatten(0, 1)[slots])
 
     def _gather(self, rows: Tensor, index: Tensor) -> Tensor:
-        num_bytes = len(index) * rows[0].nbytes
-        out = self._workspace(num_bytes).view(rows.dtype).view(len(index), *rows.shape[1:])
+        out = self._workspace("stored", rows.dtype, (len(index), *rows.shape[1:]))
         return torch.index_select(rows, 0, index, out=out)
-
-    def _workspace(self, num_bytes: int) -> Tensor:
-        """`num_bytes` as uint8, valid until the next gather of this name and thread."""
-        device = self._cache.device
-        if device.type != "cpu":  # its allocator keeps freed memory, and knows about streams
-            return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        buffer: Tensor | None = getattr(_kept, self._name, None)
-        if buffer is None or len(buffer) < num_bytes:
-            with torch.inference_mode(False):  # a tensor of inference mode could serve no other
-                buffer = torch.empty(num_bytes, dtype=torch.uint8)
-            if num_bytes <= KEEP_BYTES:
-                setattr(_kept, self._name, buffer)
-        return buffer[:num_bytes]
 
     def _real(self, stored: Tensor, look_up: Callable[[Tensor], Tensor]) -> Tensor:
         """Stored tokens as numbers; `look_up` finds theirs in a plane of scales."""
-        if self._scale is None:
+        dtype = read_dtype(self._cache)
+        if dtype == self._dtype:
             return stored
-        real = stored.view(self._dtype).float()
+        real = self._workspace("real", dtype, stored.shape).copy_(stored.view(self._dtype))
+        if self._scale is None:
+            return real
         if isinstance(self._scale, float):
             return real.mul_(self._scale)
         if self._dtype == torch.int8:
             return real.mul_(look_up(self._scale)[..., None])
         return real.mul_(self._scale[:, None])
+
+    def _workspace(self, use: str, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+        """Memory that is valid until the next workspace of this use in this thread."""
+        if self._cache.device.type != "cpu":  # a GPU's allocator keeps memory, and knows of streams
+            return torch.empty(shape, dtype=dtype, device=self._cache.device)
+        name, num_bytes = f"{self._name} {use}", math.prod(shape) * dtype.itemsize
+        buffer: Tensor | None = _kept.__dict__.get(name)
+        if buffer is None or len(buffer) < num_bytes:
+            with torch.inference_mode(False):  # a tensor of inference mode could serve no other
+                buffer = torch.empty(num_bytes, dtype=torch.uint8)
+            if num_bytes <= KEEP_BYTES:
+                _kept.__dict__[name] = buffer
+        return buffer[:num_bytes].view(dtype).view(*shape)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._pages import Piece
+from ._pages import Piece, read_dtype
 from .merge_states import State
 from .options import AttentionCall
 
@@ -164,12 +164,11 @@ def _positions(queries: Queries, tokens: range, keys: range) -> tuple[Tensor, Te
 
 def can_flash(call: AttentionCall) -> bool:
     """Whether torch's CPU kernel serves: it caps nothing, and adds a bias in the dtype of the keys."""
-    quantised = call.k_scale is not None  # then keys are float32
     return (
         call.query.device.type == "cpu"
         and call.key_cache.shape == call.value_cache.shape
         and call.variant.softcap is None
-        and (call.alibi_slopes is None or quantised or call.query.dtype == torch.float32)
+        and (call.alibi_slopes is None or read_dtype(call.key_cache) == torch.float32)
     )
 
 
@@ -180,11 +179,13 @@ def flash(
 
     All tensors are `[batch, num_kv_heads, rows or keys, head_dim or keys]`.
     """
-    return State(
-        *torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            rows, key, value, attn_mask=bias, scale=call.scale
-        )
+    num_rows = rows.shape[2]
+    if num_rows == 1 and rows.dtype == torch.bfloat16:
+        rows = rows.expand(-1, -1, 2, -1)  # two rows take an eighth of the time of one
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        rows, key, value, attn_mask=bias, scale=call.scale
     )
+    return State(out[:, :, :num_rows], lse[:, :, :num_rows])
 
 
 def written_out(
