@@ -53,78 +53,25 @@ def check_attention(
     backend: str | None,
 ) -> tuple[AttentionCall, str]:
     """The validated call of `paged_attention`, its outputs allocated, and the name of its backend."""
-    require_tensor(
-        "query", query, FLOAT_DTYPES, "[num_tokens, num_heads, head_dim]", (None,) * 3, None
-    )
-    require_unit_stride("query", query)
-    num_tokens, num_heads, head_dim = query.shape
-    device = query.device
-    backend = resolve_backend(backend, device)
-    check_caches(key_cache, value_cache, device, backend)
-    if key_cache.shape[3] != head_dim:
-        raise ValueError(
-            f"query must have the head_dim of key_cache, {key_cache.shape[3]}, got {head_dim}"
-        )
-    num_kv_heads = key_cache.shape[2]
-    if num_heads == 0 or num_heads % num_kv_heads:
-        raise ValueError(
-            f"query must have a multiple of the {num_kv_heads} KV heads of key_cache, "
-            f"got {num_heads} heads"
-        )
-    check_cache_dtype("query", query, key_cache)
+    backend = _check_query_and_caches(query, key_cache, value_cache, backend)
     require_inference(query=query, key_cache=key_cache, value_cache=value_cache, sinks=sinks)
-
-    require_tensor(
-        "block_table",
-        block_table,
-        INT_DTYPES,
-        "[num_seqs, max_blocks_per_seq]",
-        (None, None),
-        device,
-    )
-    require_unit_stride("block_table", block_table)
-    num_seqs, table_width = block_table.shape
-    require_vector("seq_lens", seq_lens, INT_DTYPES, "[num_seqs]", num_seqs, device)
-    if cu_seqlens_q is not None:
-        require_vector(
-            "cu_seqlens_q", cu_seqlens_q, INT_DTYPES, "[num_seqs + 1]", num_seqs + 1, device
-        )
-    elif num_tokens != num_seqs:
-        raise ValueError(
-            f"query must have one row per sequence without cu_seqlens_q, {num_seqs} as in "
-            f"block_table, got {num_tokens}"
-        )
-
-    longest_query = 1 if cu_seqlens_q is None else num_tokens
-    if draft_mask is not None:
-        side = _check_draft_mask(draft_mask, num_seqs, max_query_len, device)
-        longest_query = min(longest_query, side)
-    if max_query_len is not None:
-        require_int("max_query_len", max_query_len, 1 if cu_seqlens_q is None else 0)
-        longest_query = min(longest_query, max_query_len)
-    longest_seq = table_width * key_cache.shape[1]
-    if max_seq_len is not None:
-        require_int("max_seq_len", max_seq_len, 0)
-        longest_seq = min(longest_seq, max_seq_len)
-
+    _check_lengths(query, block_table, seq_lens, cu_seqlens_q)
+    _check_head_vectors(query, alibi_slopes=alibi_slopes, sinks=sinks)
     if scale is not None:
         require_number("scale", scale)
     if softcap is not None:
         require_number("softcap", softcap)
-    if alibi_slopes is not None:
-        require_vector("alibi_slopes", alibi_slopes, FLOAT32, "[num_heads]", num_heads, device)
-    if sinks is not None:
-        require_vector("sinks", sinks, FLOAT32, "[num_heads]", num_heads, device)
     _check_splits(num_splits, split_size)
     require_bool("return_lse", return_lse)
 
-    shape = (num_tokens, num_heads, value_cache.shape[3])
-    if out is None:
-        out = query.new_empty(shape)
-    else:
-        axes = "[num_tokens, num_heads, head_dim_v]"
-        require_tensor("out", out, (query.dtype,), axes, shape, device)
-        require_unit_stride("out", out)
+    num_tokens, num_heads, head_dim = query.shape
+    num_seqs, table_width = block_table.shape
+    block_size = key_cache.shape[1]
+    shortest, longest = (1, 1) if cu_seqlens_q is None else (0, num_tokens)
+    if draft_mask is not None:
+        side = _check_draft_mask(draft_mask, num_seqs, max_query_len, query.device)
+        longest = min(longest, side)
+    out = _checked_out(out, query, value_cache.shape[3])
     call = AttentionCall(
         query=query,
         key_cache=key_cache,
@@ -132,8 +79,8 @@ def check_attention(
         block_table=block_table,
         seq_lens=seq_lens,
         cu_seqlens_q=cu_seqlens_q,
-        max_query_len=longest_query,
-        max_seq_len=longest_seq,
+        max_query_len=_bound("max_query_len", max_query_len, shortest, longest),
+        max_seq_len=_bound("max_seq_len", max_seq_len, 0, table_width * block_size),
         scale=head_dim**-0.5 if scale is None else float(scale),
         variant=Variant(causal, sliding_window, softcap),
         alibi_slopes=alibi_slopes,
@@ -143,11 +90,11 @@ def check_attention(
         draft_mask=draft_mask,
         num_splits=num_splits,
         split_size=split_size,
-        common_prefix_len=_checked_prefix(common_prefix_len, key_cache.shape[1], table_width),
+        common_prefix_len=_checked_prefix(common_prefix_len, block_size, table_width),
         out=out,
-        lse=query.new_empty(shape[:2], dtype=torch.float32) if return_lse else None,
+        lse=query.new_empty((num_tokens, num_heads), dtype=torch.float32) if return_lse else None,
     )
-    if _values_are_checked(device, backend):
+    if _values_are_checked(query.device, backend):
         check_attention_values(call)
     return call, backend
 
@@ -195,6 +142,74 @@ def check_write(
     if _values_are_checked(device, backend):
         check_write_values(key_cache, slot_mapping, *scales)
     return *scales, backend
+
+
+def _check_query_and_caches(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, backend: str | None
+) -> str:
+    """Heads and widths fit together; the name of the backend."""
+    axes = "[num_tokens, num_heads, head_dim]"
+    require_tensor("query", query, FLOAT_DTYPES, axes, (None,) * 3, None)
+    require_unit_stride("query", query)
+    backend = resolve_backend(backend, query.device)
+    check_caches(key_cache, value_cache, query.device, backend)
+    _, num_heads, head_dim = query.shape
+    num_kv_heads = key_cache.shape[2]
+    if key_cache.shape[3] != head_dim:
+        raise ValueError(
+            f"query must have the head_dim of key_cache, {key_cache.shape[3]}, got {head_dim}"
+        )
+    if num_heads == 0 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"query must have a multiple of the {num_kv_heads} KV heads of key_cache, "
+            f"got {num_heads} heads"
+        )
+    check_cache_dtype("query", query, key_cache)
+    return backend
+
+
+def _check_lengths(
+    query: Tensor, block_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor | None
+) -> None:
+    """The table and the lengths are of one number of sequences."""
+    device, axes = query.device, "[num_seqs, max_blocks_per_seq]"
+    require_tensor("block_table", block_table, INT_DTYPES, axes, (None, None), device)
+    require_unit_stride("block_table", block_table)
+    num_seqs = block_table.shape[0]
+    require_vector("seq_lens", seq_lens, INT_DTYPES, "[num_seqs]", num_seqs, device)
+    if cu_seqlens_q is not None:
+        axes = "[num_seqs + 1]"
+        require_vector("cu_seqlens_q", cu_seqlens_q, INT_DTYPES, axes, num_seqs + 1, device)
+    elif query.shape[0] != num_seqs:
+        raise ValueError(
+            f"query must have one row per sequence without cu_seqlens_q, {num_seqs} as in "
+            f"block_table, got {query.shape[0]}"
+        )
+
+
+def _check_head_vectors(query: Tensor, **vectors: Tensor | None) -> None:
+    for name, vector in vectors.items():
+        if vector is not None:
+            axes, num_heads = "[num_heads]", query.shape[1]
+            require_vector(name, vector, FLOAT32, axes, num_heads, query.device)
+
+
+def _bound(name: str, hint: int | None, least: int, most: int) -> int:
+    """The upper bound of some lengths: the caller's, when it is the tighter one."""
+    if hint is None:
+        return most
+    require_int(name, hint, least)
+    return min(hint, most)
+
+
+def _checked_out(out: Tensor | None, query: Tensor, head_dim_v: int) -> Tensor:
+    shape = (*query.shape[:2], head_dim_v)
+    if out is None:
+        return query.new_empty(shape)
+    axes = "[num_tokens, num_heads, head_dim_v]"
+    require_tensor("out", out, (query.dtype,), axes, shape, query.device)
+    require_unit_stride("out", out)
+    return out
 
 
 def _check_draft_mask(

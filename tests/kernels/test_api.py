@@ -91,6 +91,7 @@ REFUSED_BY_ATTENTION = [
     ({"out": zeros(5, 8, 4).mT}, ValueError, "out must have stride 1"),
     # numbers out of range
     ({"max_query_len": -1}, ValueError, "max_query_len must be >= 0, got -1"),
+    ({"max_query_len": 0, "query": zeros(2, 4, 8), "cu_seqlens_q": None}, ValueError, ">= 1, got 0"),
     ({"max_seq_len": -1}, ValueError, "max_seq_len must be >= 0, got -1"),
     ({"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
     ({"sliding_window": 0}, ValueError, "sliding_window must be >= 1 or None, got 0"),
