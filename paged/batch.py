@@ -147,13 +147,13 @@ class BatchBuilder:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._changes: list[tuple[BlockTable, int]] = []  # (table, index) since the last batch
+        self._changes: list[tuple[int, int, int]] = []  # (row, index, block) since the last batch
         self._rows: Rows | None = None
 
     def changed(self, table: BlockTable, index: int) -> None:
         """Entry `index` of a table is new or another block. (Entries cut off need no report.)"""
         if table.row != NO_ROW:
-            self._changes.append((table, index))
+            self._changes.append((table.row, index, table.blocks[index]))
             if len(self._changes) > _MAX_CHANGES:
                 self._forget_all()
 

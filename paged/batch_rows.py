@@ -26,7 +26,7 @@ class Rows:
         self._common: tuple[bytes, int] = (b"", 0)  # rows of the last batch, blocks they share
 
     def update(
-        self, tables: Sequence[BlockTable], changes: list[tuple[BlockTable, int]]
+        self, tables: Sequence[BlockTable], changes: list[tuple[int, int, int]]
     ) -> np.ndarray[Any, Any]:
         """Bring the rows of all tables up to date and return the rows of `tables`."""
         if changes:
@@ -36,19 +36,11 @@ class Rows:
             rows[index] = self._add(tables[int(index)])
         return rows
 
-    def _write_changes(self, changes: list[tuple[BlockTable, int]]) -> None:
-        # A table may have been freed, or its end cut off, after it reported the change.
-        live = [
-            (table.row, index, table.blocks[index])
-            for table, index in changes
-            if table.row != NO_ROW and index < len(table.blocks)
-        ]
-        if not live:
-            return
-        places = np.array(live, np.int64).T
+    def _write_changes(self, changes: list[tuple[int, int, int]]) -> None:
+        places = np.array(changes, np.int64).T
         rows, columns, blocks = places
         self._fit(len(self.owners), int(columns.max()) + 1)
-        self.table[rows, columns] = blocks
+        self.table[rows, columns] = blocks  # of several changes of one place the last one stays
         for buffer in self._buffers:
             buffer.late.append(places[:2])
         if self._common[1] and columns.min() < self._common[1]:

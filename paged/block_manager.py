@@ -23,7 +23,6 @@ from .errors import (
     NoFreeBlocksError,
     NotAllocatedError,
     NotOnGpuError,
-    PagedError,
 )
 from .growth import Growth
 from .history import History
@@ -124,7 +123,8 @@ class BlockSpaceManager:
             table.chain = self.cache.hasher.chain_of(first)
             table.parent = hits[-1] if hits else table.chain.root
             table.num_published = len(hits)
-            table.num_cached = table.num_computed = len(hits) * self.config.block_size
+            table.num_cached = len(hits) * self.config.block_size
+            table.num_computed = table.num_cached
         self._retention.schedule(table)
         self.tables[table.seq_id] = table
         self.prefix_counter.add(seqs, table.num_cached)
@@ -166,7 +166,7 @@ class BlockSpaceManager:
         is as before; a second call returns [].
         """
         table = self.tables.get(seq.seq_id)
-        if table is None:
+        if table is None or table.seq is not seq:
             raise self._missing(seq)
         num_tokens = target = len(seq)
         if num_lookahead_slots:
@@ -180,7 +180,7 @@ class BlockSpaceManager:
                 )
             wanted = [(table, target)]
             pairs = self._growth.grow(wanted, self._growth.reserve(wanted))
-        table.num_tokens = num_tokens
+        table.give_slots(num_tokens)
         return pairs
 
     def step(
@@ -197,37 +197,48 @@ class BlockSpaceManager:
             raise ValueError(f"tokens has {len(tokens)} tokens for {len(seqs)} sequences")
         find = self.tables.get
         tables: list[BlockTable] = []
-        attention: list[BlockTable] = []  # block boundaries, shared tails: one in block_size
-        for seq in seqs:
-            table = find(seq.seq_id)
-            if table is None:
-                raise self._missing(seq)
-            tables.append(table)
-            num_tokens = table.num_tokens
-            if num_tokens != len(seq.token_ids):
-                raise self._without_slot(seq, table)
-            if num_tokens >= table.writable_until or num_tokens >= table.work_at:
-                attention.append(table)
-        if len(set(tables)) != len(tables):
-            raise ValueError("seqs names a sequence twice")
-        wanted = [
-            (table, table.num_tokens + 1)
-            for table in attention
-            if table.num_tokens >= table.writable_until
-        ]
-        needed = self._growth.reserve(wanted, attention)
-        _append_tokens(seqs, tables, tokens)
+        seq_lens: list[int] = []
+        attention: list[BlockTable] = []  # at a block boundary, mostly: one in block_size
+        try:
+            for seq, token in zip(seqs, tokens, strict=True):
+                table = find(seq.seq_id)
+                if table is None or table.seq is not seq:
+                    raise self._missing(seq)
+                num_tokens, token_ids = table.num_tokens, seq.token_ids
+                if num_tokens != len(token_ids):
+                    raise self._out_of_step(seq, table, tables)
+                if type(seq) is Sequence:
+                    token_ids.append(token)  # as append_token does with a token that is checked
+                else:
+                    seq.append_token(token)
+                tables.append(table)
+                seq_lens.append(num_tokens + 1)
+                if num_tokens < table.quiet_until:
+                    table.num_tokens = num_tokens + 1
+                else:
+                    attention.append(table)
+            if len(set(tables)) != len(tables):
+                raise ValueError("seqs names a sequence twice")
+            wanted = [
+                (table, table.num_tokens + 1)
+                for table in attention
+                if table.num_tokens >= table.writable_until
+            ]
+            needed = self._growth.reserve(wanted, attention)
+        except BaseException:
+            for seq, table in zip(seqs, tables, strict=False):
+                table.num_tokens -= table.num_tokens == len(seq.token_ids)  # counted up already
+                del seq.token_ids[-1:]
+            raise
 
         for table in attention:
             table.num_computed = table.num_tokens
-            if table.num_computed >= table.work_at:
+            if table.num_tokens >= table.work_at:
                 self._retention.settle(table)
         pairs = self._growth.grow(wanted, needed)
-        seq_lens = []
-        for table in tables:
-            table.num_computed = num_tokens = table.num_tokens
-            table.num_tokens = num_tokens = num_tokens + 1
-            seq_lens.append(num_tokens)
+        for table in attention:
+            table.give_slots(table.num_tokens + 1)
+            table.quiet_until = min(table.writable_until, table.work_at)
         return pairs, self._batches.build(tables, seq_lens, device=device)
 
     # Sharing
@@ -267,15 +278,16 @@ class BlockSpaceManager:
                 f"dropped: its first {table.num_dropped * block_size} tokens are behind the window"
             )
         del seq.token_ids[num_tokens:]
+        num_computed = min(table.num_computed, num_tokens)
         table.num_tokens = min(table.num_tokens, num_tokens)
-        table.num_computed = min(table.num_computed, num_tokens)
+        table.num_computed = num_computed
         released = table.blocks[max(keep, table.num_dropped) :]
         del table.blocks[keep:]
         table.num_dropped = num_dropped
         if self.cache:
             self._retention.unpublish(table, full)
         self._retention.release(released)
-        table.writable_until = 0
+        table.writable_until = table.quiet_until = 0
         self._retention.schedule(table)
         self.history.add("trim", table.seq_id, released)
 
@@ -288,7 +300,7 @@ class BlockSpaceManager:
         can see are given back.
         """
         table = self.tables.get(seq.seq_id)
-        if table is None:
+        if table is None or table.seq is not seq:
             raise self._missing(seq)
         if type(num_tokens) is not int or num_tokens < 0:
             num_tokens = as_count("num_tokens", num_tokens)
@@ -297,8 +309,10 @@ class BlockSpaceManager:
                 f"num_tokens is {num_tokens}; sequence {seq.seq_id!r} has slots for "
                 f"{table.num_tokens} tokens"
             )
-        if num_tokens >= table.num_computed:
-            table.num_computed = num_tokens
+        num_pending = table.num_tokens - num_tokens
+        if num_pending <= table.num_pending:
+            table.num_pending = num_pending
+            table.quiet_until = 0
             if num_tokens >= table.work_at:
                 self._retention.settle(table)
 
@@ -358,7 +372,7 @@ class BlockSpaceManager:
         pairs = move(tables, self.cpu, self.gpu, self.config.block_size)
         for table, blocks in zip(tables, held, strict=True):
             self.cpu.free(blocks)
-            table.writable_until = 0
+            table.writable_until = table.quiet_until = 0
             self.tables[table.seq_id] = self.swapped.pop(table.seq_id)
             self.history.add("swap in", table.seq_id, table.held())
         return pairs
@@ -458,13 +472,13 @@ class BlockSpaceManager:
         ref_counts = self.gpu.ref_counts
         for block in twin.held():
             ref_counts[block] += 1
-        table.writable_until = twin.writable_until = 0
+        table.writable_until = table.quiet_until = twin.writable_until = 0
         self.tables[twin.seq_id] = twin
         self.history.add("fork", twin.seq_id, twin.blocks)
 
     def _table(self, seq: SequenceLike) -> BlockTable:
         table = self.tables.get(seq.seq_id)
-        if table is None:
+        if table is None or table.seq is not seq:
             raise self._missing(seq)
         return table
 
@@ -476,31 +490,21 @@ class BlockSpaceManager:
             raise self._missing(seq)
         return table
 
-    def _missing(self, seq: SequenceLike) -> PagedError:
+    def _missing(self, seq: SequenceLike) -> Exception:
+        if seq.seq_id in self.tables:
+            return ValueError(f"sequence {seq.seq_id!r} was allocated as another object")
         if seq.seq_id in self.swapped:
             return NotOnGpuError(f"sequence {seq.seq_id!r} is swapped out; swap it in first")
         last = self.history.last_of_sequence(seq.seq_id)
         known = f"; last operation: {last}" if last else ""
         return NotAllocatedError(f"sequence {seq.seq_id!r} holds no blocks{known}")
 
-    def _without_slot(self, seq: SequenceLike, table: BlockTable) -> ValueError:
+    def _out_of_step(
+        self, seq: SequenceLike, table: BlockTable, earlier: list[BlockTable]
+    ) -> ValueError:
+        if table in earlier:
+            return ValueError("seqs names a sequence twice")
         return ValueError(
             f"sequence {seq.seq_id!r} has {len(seq)} tokens and slots for {table.num_tokens}; "
             f"call append_slots first"
         )
-
-
-def _append_tokens(
-    seqs: ListLike[SequenceLike], tables: list[BlockTable], tokens: list[int]
-) -> None:
-    """Append one token to each sequence, or to none when one of them raises."""
-    try:
-        for seq, token in zip(seqs, tokens, strict=True):
-            if type(seq) is Sequence:
-                seq.token_ids.append(token)  # as append_token does with a token that is checked
-            else:
-                seq.append_token(token)
-    except BaseException:
-        for seq, table in zip(seqs, tables, strict=True):
-            del seq.token_ids[table.num_tokens :]
-        raise

@@ -18,24 +18,27 @@ class BlockTable:
 
     blocks          block ids; `num_dropped` leading ones are DROPPED
     num_tokens      tokens that have a slot
-    num_computed    leading tokens whose K and V are written
+    num_pending     the last of these, whose K and V are not yet written
     num_published   leading full blocks that were offered to the prefix cache
     num_cached      tokens of the prefix hit at the last allocate
 
-    Two marks keep the common step short. Appending needs no look at the blocks while the sequence
-    has fewer than `writable_until` tokens: those slots lie in blocks that are its own. Computing
-    needs none while fewer than `work_at` tokens are computed: nothing to publish or to drop.
+    Three marks keep the common calls short. Appending needs no look at the blocks while there are
+    at most `writable_until` tokens: those slots lie in blocks that are the sequence's own.
+    Computing needs none below `work_at` computed tokens: nothing is to be published or dropped.
+    `quiet_until` is the smaller of both after a step; then a step with fewer tokens only counts
+    one up. Whatever else changes the table sets it to 0.
     """
 
     __slots__ = (
         "blocks",
         "chain",
         "num_cached",
-        "num_computed",
         "num_dropped",
+        "num_pending",
         "num_published",
         "num_tokens",
         "parent",
+        "quiet_until",
         "row",
         "seq",
         "seq_id",
@@ -48,7 +51,7 @@ class BlockTable:
         self.seq_id: Any = seq.seq_id
         self.blocks = blocks
         self.num_tokens = num_tokens
-        self.num_computed = 0
+        self.num_pending = num_tokens
         self.num_dropped = 0
         self.num_published = 0
         self.num_cached = 0
@@ -56,12 +59,29 @@ class BlockTable:
         self.parent: Entry | None = None  # of the next block to publish; None: never publish
         self.writable_until = 0
         self.work_at = 0
+        self.quiet_until = 0
         self.row = NO_ROW  # in the batch builder's table
+
+    @property
+    def num_computed(self) -> int:
+        """Leading tokens whose K and V are written."""
+        return self.num_tokens - self.num_pending
+
+    @num_computed.setter
+    def num_computed(self, num_computed: int) -> None:
+        self.num_pending = self.num_tokens - num_computed
+        self.quiet_until = 0
+
+    def give_slots(self, num_tokens: int) -> None:
+        """So many tokens have a slot now."""
+        self.num_pending += num_tokens - self.num_tokens
+        self.num_tokens = num_tokens
+        self.quiet_until = 0
 
     def fork(self, child: SequenceLike, num_blocks: int) -> BlockTable:
         """A table for `child` that names the first `num_blocks` of these blocks."""
         twin = BlockTable(child, self.blocks[:num_blocks], self.num_tokens)
-        twin.num_computed = self.num_computed
+        twin.num_pending = self.num_pending
         twin.num_dropped = self.num_dropped
         twin.num_published = self.num_published
         twin.num_cached = self.num_cached

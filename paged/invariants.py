@@ -76,6 +76,13 @@ def _check_writable(
         raise InvariantError(
             f"{owner}: writable until {table.writable_until}, {len(table.blocks)} blocks"
         )
+    if table.quiet_until and (
+        table.num_pending != 1 or table.quiet_until > min(table.writable_until, table.work_at)
+    ):
+        raise InvariantError(
+            f"{owner}: {table.num_pending} tokens pending, a step may pass it over until "
+            f"{table.quiet_until} tokens, it is writable until {table.writable_until}"
+        )
     first, last = table.num_tokens // block_size, -(-table.writable_until // block_size)
     for block in table.blocks[first:last]:
         if pool.ref_counts[block] != 1:

@@ -35,9 +35,18 @@ class Retention:
         self._history = history
 
     def settle(self, table: BlockTable) -> None:
-        """Do all that the number of computed tokens allows."""
-        if table.parent is not None:
-            self._publish(table)
+        """Do all that the number of computed tokens allows: publish, then drop."""
+        parent = table.parent
+        if parent is not None and self._cache is not None and table.chain is not None:
+            full = table.num_computed // self._block_size
+            self._cache.hasher.extend(table.chain, table.seq.token_ids, full)
+            if parent.is_live:
+                table.parent = self._cache.publish(
+                    table.chain, table.blocks, parent, table.num_published, full
+                )
+            else:  # what comes before is forgotten: it was another one's block, or is dropped
+                table.parent = None
+            table.num_published = full
         if self._window is not None:
             self._drop(table)
         self.schedule(table)
@@ -75,18 +84,6 @@ class Retention:
         return chain[::-1]
 
     # Prefix cache
-
-    def _publish(self, table: BlockTable) -> None:
-        assert self._cache is not None
-        assert table.chain is not None
-        parent, chain, full = table.parent, table.chain, table.num_computed // self._block_size
-        if parent is not None and not parent.is_live:
-            parent = None  # that content is forgotten: it was another sequence's block, or dropped
-        self._cache.hasher.extend(chain, table.seq.token_ids, full)
-        if parent is not None:
-            parent = self._cache.publish(chain, table.blocks, parent, table.num_published, full)
-        table.parent = parent
-        table.num_published = full
 
     def unpublish(self, table: BlockTable, num_blocks: int) -> None:
         """Go back to `num_blocks` published blocks: the one behind them will be written again."""
