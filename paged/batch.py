@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from .block_table import NO_ROW, BlockTable
@@ -114,26 +115,24 @@ def resolve_queries(
 
     ValueError names the sequence whose tokens do not exist, have no slot or were dropped.
     """
-    seq_lens = [len(table.seq) for table in tables]
-    if query_lens is not None:
-        query_lens = _counts("query_lens", query_lens, len(tables))
+    ends = [len(table.seq) for table in tables]
+    counts = None if query_lens is None else _counts("query_lens", query_lens, len(tables))
     if context_lens is not None:
-        context_lens = _counts("context_lens", context_lens, len(tables))
-        query_lens = [1] * len(tables) if query_lens is None else query_lens
-        seq_lens = [c + q for c, q in zip(context_lens, query_lens, strict=True)]
-    for index, (table, end) in enumerate(zip(tables, seq_lens, strict=True)):
-        query_len = 1 if query_lens is None else query_lens[index]
+        counts = [1] * len(tables) if counts is None else counts
+        starts = _counts("context_lens", context_lens, len(tables))
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+    for table, end, count in zip(tables, ends, counts or repeat(1), strict=False):
         if end > table.num_tokens:
             raise ValueError(
                 f"sequence {table.seq_id!r} has {len(table.seq)} tokens and slots for "
                 f"{table.num_tokens}; token {end - 1} has none"
             )
-        if query_len > end or (query_len and end - query_len < table.num_dropped * block_size):
+        if count and end - count < table.num_dropped * block_size:
             raise ValueError(
-                f"sequence {table.seq_id!r} cannot compute {query_len} tokens up to {end}: "
+                f"sequence {table.seq_id!r} cannot compute {count} tokens up to {end}: "
                 f"{table.num_dropped} blocks of {block_size} are dropped behind the window"
             )
-    return seq_lens, query_lens
+    return ends, counts
 
 
 def _counts(name: str, values: Sequence[int], num_seqs: int) -> list[int]:

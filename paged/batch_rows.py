@@ -67,7 +67,7 @@ class Rows:
     def _fit(self, num_rows: int, width: int) -> None:
         old_rows, old_width = self.table.shape
         if width > old_width:
-            width = max(width, 2 * old_width, 16)
+            width = max(width + width // 4, 16)  # wide rows are copied when sequences move
         if num_rows > old_rows or width > old_width:
             wider = np.zeros((max(num_rows, old_rows), max(width, old_width)), np.int32)
             wider[:old_rows, :old_width] = self.table
