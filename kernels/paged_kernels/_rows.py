@@ -75,7 +75,8 @@ def attend_tile(
     lse = lse.view(grouped.shape[:3]).transpose(0, 1)
     if seen is not None:  # what a softmax over no key gives is a matter of taste: 0 and -inf
         blind = ~seen.any(1)[:, None, None]
-        out, lse = out.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, float("-inf"))
+        if blind.any():
+            out, lse = out.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, float("-inf"))
     return State(out, lse)
 
 
