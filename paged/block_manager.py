@@ -14,7 +14,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from .admission import Admission, AllocStatus
-from .allocators import BlockAllocator, NaiveBlockAllocator, PrefixCachingBlockAllocator
+from .allocators import NaiveBlockAllocator, PrefixCachingBlockAllocator, gpu_allocator
 from .batch import BatchBuilder, resolve_queries
 from .block_table import BlockTable
 from .config import CacheConfig
@@ -53,25 +53,9 @@ class BlockSpaceManager:
     """
 
     def __init__(self, config: CacheConfig) -> None:
-        if config.num_gpu_blocks is None:
-            raise ValueError(
-                "num_gpu_blocks of the config is None; set it, or let config.sized(free_bytes, "
-                "total_bytes, bytes_per_block) count the blocks"
-            )
         self.config = config
-        self.gpu: BlockAllocator
-        self.cache: PrefixCachingBlockAllocator | None = None  # the same pool, when caching is on
-        if config.enable_prefix_caching:
-            self.gpu = self.cache = PrefixCachingBlockAllocator(
-                config.num_gpu_blocks,
-                config.block_size,
-                free_order=config.free_order,
-                max_cached_blocks=config.max_cached_blocks,
-                hash_fn=config.hash_fn,
-                hash_seed=config.hash_seed,
-            )
-        else:
-            self.gpu = NaiveBlockAllocator(config.num_gpu_blocks, config.free_order)
+        self.gpu = gpu_allocator(config)
+        self.cache = self.gpu if isinstance(self.gpu, PrefixCachingBlockAllocator) else None
         self.cpu = NaiveBlockAllocator(config.num_cpu_blocks, config.free_order)
         self.tables: dict[Any, BlockTable] = {}  # sequences on the GPU
         self.swapped: dict[Any, BlockTable] = {}  # sequences whose blocks are CPU blocks
