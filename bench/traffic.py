@@ -26,13 +26,12 @@ import numpy as np
 import torch
 import triton
 from numpy.typing import NDArray
-from tqdm import tqdm
-from triton.runtime.interpreter import InterpreterBuilder
-
 from paged_kernels._launch import Launch
 from paged_kernels.copy_kernel import plan_copy
 from paged_kernels.testing import PagedBatch, make_batch, validated_call
 from paged_kernels.triton_backend import plan, plan_write
+from tqdm import tqdm
+from triton.runtime.interpreter import InterpreterBuilder
 
 KIB = 1024
 SECTOR = 32  # bytes: the least that a GPU moves

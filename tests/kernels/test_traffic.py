@@ -6,6 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from paged_kernels.copy_kernel import plan_copy
 from triton.runtime.interpreter import InterpreterBuilder
 
 import bench.traffic
@@ -22,7 +23,6 @@ from bench.traffic import (
     measure,
     table,
 )
-from paged_kernels.copy_kernel import plan_copy
 
 
 @triton.jit
