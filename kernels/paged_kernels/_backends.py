@@ -57,4 +57,5 @@ def _interpreting() -> bool:
 
 @cache
 def has_triton() -> bool:
+    """Whether triton is installed; it is not imported to find out."""
     return find_spec("triton") is not None

@@ -137,6 +137,63 @@ def make_batch(
     generator = torch.Generator().manual_seed(seed)
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
     cache_dtype = dtype if cache_dtype is None else cache_dtype
+    table, num_blocks = _tables(seq_lens, block_size, shared_blocks, generator)
+    slots = torch.tensor(
+        [
+            row[position // block_size] * block_size + position % block_size
+            for row, seq_len in zip(table, seq_lens, strict=True)
+            for position in range(seq_len)
+        ],
+        dtype=torch.int64,
+        device=device,
+    )
+    num_tokens = (len(seq_lens) if query_lens is None else sum(query_lens)) + padding_rows
+    key = torch.randn(len(slots), num_kv_heads, head_dim, generator=generator)
+    value = torch.randn(len(slots), num_kv_heads, head_dim_v, generator=generator)
+    query = torch.randn(num_tokens, num_heads + 2, head_dim, generator=generator)
+    if content == "counting":
+        query.zero_()
+        value = _positions(seq_lens).float()[:, None, None].expand_as(value).contiguous()
+    shared = _positions(seq_lens) < shared_blocks * block_size  # has one K and V in all sequences
+    for tensor in (key, value):
+        tensor[shared] = tensor[_positions(seq_lens)[shared]]
+    query[num_tokens - padding_rows :] = float("nan")
+    query = query.to(device, dtype)[:, :num_heads]
+    key, value = key.to(device, dtype), value.to(device, dtype)
+
+    shape = (num_blocks, block_size, num_kv_heads)
+    key_cache, value_cache, guarded = _caches(
+        layout, shape, head_dim, head_dim_v, cache_dtype, device
+    )
+    k_scale, v_scale = _scales(shape, cache_dtype, device)
+    poison(key_cache, filler)
+    poison(value_cache, filler)
+    reference.reshape_and_cache(key, value, key_cache, value_cache, slots, k_scale, v_scale)
+
+    def index(values: Sequence[Any], *shape: int) -> Tensor:
+        return torch.tensor(values, dtype=index_dtype, device=device).reshape(shape)
+
+    starts = None if query_lens is None else list(itertools.accumulate(query_lens, initial=0))
+    return PagedBatch(
+        query=query if fused_query else query.contiguous(),
+        key_cache=key_cache,
+        value_cache=value_cache,
+        block_table=index(table, len(seq_lens), -1 if seq_lens else 2),
+        seq_lens=index(seq_lens, len(seq_lens)),
+        cu_seqlens_q=None if starts is None else index(starts, len(starts)),
+        key=key,
+        value=value,
+        slots=slots,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        guarded=guarded,
+    )
+
+
+def _tables(
+    seq_lens: Sequence[int], block_size: int, shared_blocks: int, generator: torch.Generator
+) -> tuple[list[list[int]], int]:
+    """A row of block ids per sequence, random and then stale, and the size of the pool."""
     blocks_of = [-(-seq_len // block_size) for seq_len in seq_lens]
     num_blocks = sum(blocks_of) + 3
     free = torch.randperm(num_blocks, generator=generator).tolist()
@@ -147,62 +204,12 @@ def make_batch(
     for n in blocks_of:
         owned = (shared + [free.pop() for _ in range(n - shared_blocks)])[:n]
         table.append(owned + [next(stale) for _ in range(width - n)])
-    slots = torch.tensor(
-        [
-            row[position // block_size] * block_size + position % block_size
-            for row, seq_len in zip(table, seq_lens, strict=True)
-            for position in range(seq_len)
-        ],
-        dtype=torch.int64,
-    )
+    return table, num_blocks
 
-    num_tokens = (len(seq_lens) if query_lens is None else sum(query_lens)) + padding_rows
-    key = torch.randn(len(slots), num_kv_heads, head_dim, generator=generator)
-    value = torch.randn(len(slots), num_kv_heads, head_dim_v, generator=generator)
-    fused = torch.randn(num_tokens, num_heads + 2, head_dim, generator=generator)
-    first = 0
-    for seq_len in seq_lens:  # a shared token has one K and one V
-        repeated = min(seq_len, shared_blocks * block_size)
-        key[first : first + repeated] = key[:repeated]
-        value[first : first + repeated] = value[:repeated]
-        first += seq_len
-    if content == "counting":
-        fused.zero_()
-        positions = [position for seq_len in seq_lens for position in range(seq_len)]
-        value = torch.tensor(positions).float()[:, None, None].expand_as(value).contiguous()
-    if padding_rows:
-        fused[-padding_rows:] = float("nan")
-    query = fused.to(device, dtype)[:, :num_heads]
-    key, value = key.to(device, dtype), value.to(device, dtype)
 
-    shape = (num_blocks, block_size, num_kv_heads)
-    key_cache, value_cache, guarded = _caches(
-        layout, shape, head_dim, head_dim_v, cache_dtype, device
-    )
-    k_scale, v_scale = _scales(shape, cache_dtype, device)
-    poison(key_cache, filler)
-    poison(value_cache, filler)
-    slots = slots.to(device)
-    reference.reshape_and_cache(key, value, key_cache, value_cache, slots, k_scale, v_scale)
-
-    def index(values: Sequence[Any], shape: tuple[int, ...]) -> Tensor:
-        return torch.tensor(values, dtype=index_dtype, device=device).reshape(shape)
-
-    starts = None if query_lens is None else list(itertools.accumulate(query_lens, initial=0))
-    return PagedBatch(
-        query=query if fused_query else query.contiguous(),
-        key_cache=key_cache,
-        value_cache=value_cache,
-        block_table=index(table, (len(seq_lens), width)),
-        seq_lens=index(seq_lens, (len(seq_lens),)),
-        cu_seqlens_q=None if starts is None else index(starts, (len(starts),)),
-        key=key,
-        value=value,
-        slots=slots,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        guarded=guarded,
-    )
+def _positions(seq_lens: Sequence[int]) -> Tensor:
+    """The position of each token in its own sequence, packed."""
+    return torch.cat([torch.arange(seq_len) for seq_len in [*seq_lens, 0]])
 
 
 def _caches(
