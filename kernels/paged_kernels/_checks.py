@@ -24,7 +24,7 @@ from ._require import (
     require_vector,
 )
 from ._value_checks import check_attention_values, check_write_values
-from .options import AttentionCall, Variant
+from .options import AttentionCall, Dims, Variant
 
 
 def check_attention(
@@ -93,6 +93,7 @@ def check_attention(
         common_prefix_len=_checked_prefix(common_prefix_len, block_size, table_width),
         out=out,
         lse=query.new_empty((num_tokens, num_heads), dtype=torch.float32) if return_lse else None,
+        dims=Dims(num_heads, key_cache.shape[2], head_dim, value_cache.shape[3], block_size),
     )
     if _values_are_checked(query.device, backend):
         check_attention_values(call)

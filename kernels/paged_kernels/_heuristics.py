@@ -152,8 +152,8 @@ def choose_tile(prefill: bool, dims: Dims, itemsize: int, quantised: bool, devic
 def _shared_memory(m: int, n: int, d: int, dv: int, itemsize: int, buffers: int) -> int:
     """Bytes of shared memory, from above."""
     query, tile, scores = m * d * itemsize, n * ((d + dv) * itemsize + 8), m * n * itemsize
-    if buffers == 0:  # no pipeline: operands only pass through
-        return max(query, tile) + scores + 4 * KIB
+    if buffers == 0:  # no pipeline: one tile at a time
+        return tile + query + scores + 4 * KIB
     # wgmma reads its operands from shared memory, where one more tile rests meanwhile
     loop = (buffers + (m >= 64)) * tile + query + scores
     store = m * dv * 4

@@ -56,8 +56,8 @@ def score(queries, k, scale, k_pos, exists, VARIANT: tl.constexpr, MASKED: tl.co
     """Base-2 scores [M, N]; scale may differ from key to key. If MASKED, unseen pairs are -inf."""
     s = tl.dot(queries.tile, tl.trans(k), input_precision="ieee")
     if VARIANT.softcap is not None:
-        x = s * (scale / VARIANT.softcap)
-        tanh = 1 - 2 / (tl.exp2(x * (2 * LOG2E)) + 1)
+        x = tl.minimum(s * (scale * (2 * LOG2E) / VARIANT.softcap), 64.0)  # tanh is 1 long before
+        tanh = 1 - 2 / (tl.exp2(x) + 1)
         s = tanh * (VARIANT.softcap * LOG2E)
     else:
         s *= scale * LOG2E

@@ -67,10 +67,4 @@ class AttentionCall(NamedTuple):
     common_prefix_len: int  # 0: none
     out: Tensor  # [num_tokens, num_heads, head_dim_v]
     lse: Tensor | None  # float32 [num_tokens, num_heads]
-
-    @property
-    def dims(self) -> Dims:
-        """The sizes as one hashable value."""
-        _, block_size, num_kv_heads, head_dim = self.key_cache.shape
-        num_heads, head_dim_v = self.query.shape[1], self.value_cache.shape[3]
-        return Dims(num_heads, num_kv_heads, head_dim, head_dim_v, block_size)
+    dims: Dims  # of the tensors above

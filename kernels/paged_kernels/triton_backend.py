@@ -17,6 +17,8 @@ from .write import write_kernel
 
 ANY_LENGTH = 2**31 - 1
 
+Tiles = tuple[Tile, Tile]  # of decode, of prefill
+
 
 class KV(NamedTuple):
     """Both caches, and the scales [num_blocks, block_size, num_kv_heads] of what they store."""
@@ -64,24 +66,24 @@ def attend(call: AttentionCall) -> None:
 
 def plan(call: AttentionCall) -> list[Launch]:
     """The launches of a call, in order."""
-    decode, prefill = _tiles(call)
-    step = max(decode.n, prefill.n)
+    tiles = _tiles(call)
+    step = max(tile.n for tile in tiles)
     shared = call.common_prefix_len // step * step
     # The shared part is attended to without query positions, which window and ALiBi would need.
     if shared and call.variant.sliding_window is None and call.alibi_slopes is None:
-        return _plan_cascade(call, prefill, shared)
-    return _plan_batch(call)
+        return _plan_cascade(call, tiles, shared)
+    return _plan_batch(call, tiles)
 
 
-def _plan_batch(call: AttentionCall, first_key: int = 0) -> list[Launch]:
+def _plan_batch(call: AttentionCall, tiles: Tiles, first_key: int = 0) -> list[Launch]:
     """Every sequence over its keys from first_key on: decodes, and prefills if there may be any."""
-    decode, prefill = _tiles(call)
+    decode, prefill = tiles
     launches = _plan_decode(call, decode, first_key)
     decode_tokens = _tokens(call, decode)
     if call.max_query_len > decode_tokens:
         rows = Rows(prefill=True, shortest=decode_tokens + 1, longest=ANY_LENGTH, packed=True)
-        tiles = call.query.shape[0] // _tokens(call, prefill) + call.seq_lens.shape[0]
-        launches.append(_attention(call, prefill, rows, (tiles, 1), first_key))
+        programs = call.query.shape[0] // _tokens(call, prefill) + call.seq_lens.shape[0]
+        launches.append(_attention(call, prefill, rows, (programs, 1), first_key))
     return launches
 
 
@@ -116,11 +118,11 @@ def _plan_decode(call: AttentionCall, tile: Tile, first_key: int) -> list[Launch
     ]
 
 
-def _plan_cascade(call: AttentionCall, tile: Tile, shared: int) -> list[Launch]:
+def _plan_cascade(call: AttentionCall, tiles: Tiles, shared: int) -> list[Launch]:
     """All queries over the first `shared` keys, read once through row 0; the rest; then a merge."""
-    num_tokens = call.query.shape[0]
-    tiles = num_tokens // _tokens(call, tile) + 1
-    programs = tiles * call.dims.num_kv_heads
+    num_tokens, tile = call.query.shape[0], tiles[1]
+    query_tiles = num_tokens // _tokens(call, tile) + 1
+    programs = query_tiles * call.dims.num_kv_heads
     num_splits = choose_num_splits(programs, shared, tile, device_of(call.query.device))
     out, lse = _parts(call, num_splits + 1, num_tokens)
     lse.fill_(float("-inf"))  # padding rows have no part
@@ -141,8 +143,8 @@ def _plan_cascade(call: AttentionCall, tile: Tile, shared: int) -> list[Launch]:
     rows = Rows(prefill=True, shortest=1, longest=ANY_LENGTH, packed=True)
     suffix = call._replace(out=out[-1], lse=lse[-1])
     return [
-        _attention(prefix, tile, rows, (tiles, num_splits)),
-        *_plan_batch(suffix, first_key=shared),
+        _attention(prefix, tile, rows, (query_tiles, num_splits)),
+        *_plan_batch(suffix, tiles, first_key=shared),
         _merge(call._replace(sinks=None, cu_seqlens_q=None), out, lse, tokens=1),
     ]
 
@@ -227,7 +229,7 @@ def _parts(call: AttentionCall, num_parts: int, num_rows: int) -> tuple[Tensor, 
     return new((*shape, head_dim_v)), lse[:, :, :num_heads]
 
 
-def _tiles(call: AttentionCall) -> tuple[Tile, Tile]:
+def _tiles(call: AttentionCall) -> Tiles:
     """The tiles of decode and of prefill."""
     quantised = call.key_cache.dtype != call.query.dtype
     return tiles_for(call.dims, call.query.element_size(), quantised, device_of(call.query.device))
