@@ -226,6 +226,8 @@ def test_rows_join_leave_and_change_order(block_size, caching, sliding_window):
         if rng.random() < 0.2 and sliding_window is None:
             seq = rng.choice(live)
             manager.trim(seq, rng.randrange(1, len(seq) + 1))
+        if rng.random() < 0.1:  # blocks in use move below the new end
+            manager.resize(rng.randrange(manager.stats().gpu.num_used + 40, 400))
         rng.shuffle(live)
         rows = live[: rng.randrange(1, len(live) + 1)]
         lengths = [len(seq) for seq in rows]
@@ -517,3 +519,29 @@ def test_a_window_ends_the_common_prefix_where_blocks_are_gone():
     rows = batch.block_table.tolist()
     assert rows[0][:leading] == rows[1][:leading]
     assert leading == 0 or min(rows[0][:leading]) >= 0
+
+
+@pytest.mark.parametrize("name", ["step", "append_slots", "mark_computed", "trim", "fork"])
+def test_another_object_under_a_live_id_is_refused_or_served(name):
+    manager = make_manager(16, 2)
+    first = admit(manager, "a", [1, 2, 3])
+    other = Sequence("a", [1, 2, 3])
+    for k in range(4):
+        before, tokens = manager.snapshot(), list(other.token_ids)
+        if name == "append_slots":
+            other.append_token(k)
+        call = {
+            "step": lambda: manager.step([other], [7]),
+            "append_slots": lambda: manager.append_slots(other),
+            "mark_computed": lambda: manager.mark_computed(other, len(other)),
+            "trim": lambda k=k: manager.trim(other, 2 - min(k, 2)),
+            "fork": lambda k=k: manager.fork(other, other.fork(k)),
+        }[name]
+        try:
+            call()
+        except ValueError as error:
+            assert "'a'" in str(error)
+            assert manager.snapshot() == before
+            assert name == "append_slots" or list(other.token_ids) == tokens
+        manager.check_invariants()
+    manager.free(first)

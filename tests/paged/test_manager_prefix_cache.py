@@ -135,6 +135,19 @@ def test_tokens_cut_off_between_two_lives_are_not_remembered(hash_fn):
     assert cached_tokens(manager, [*PROMPT, 9]) == 12
 
 
+def test_a_lookup_before_a_trim_is_not_the_answer_after_it(hash_fn):
+    manager = make_manager(16, 4, hash_fn=hash_fn)
+    admit(manager, "a", PROMPT)
+    seq = admit(manager, "b", [*PROMPT, 99], computed=False)
+    assert manager.num_cached_tokens(seq) == 12
+    manager.trim(seq, 10)  # the tail is shared: nothing is withdrawn
+    manager.free(seq)
+    for token in (50, 51, 52):
+        seq.append_token(token)
+    manager.allocate(seq)
+    assert manager.num_cached_tokens(seq) == 8
+
+
 # --- publishing ---------------------------------------------------------------------------------
 
 
