@@ -11,7 +11,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paged.block_manager import AllocStatus, BlockSpaceManager
+from paged.admission import AllocStatus
+from paged.block_manager import BlockSpaceManager
 from paged.errors import NoFreeBlocksError
 from paged.replay_config import ReplayConfig, final_length
 from paged.sequence import Sequence

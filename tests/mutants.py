@@ -154,8 +154,8 @@ MUTANTS = [
     Mutant(
         "the cap is in base 2",
         "_tile.py",
-        "s = tanh * (VARIANT.softcap * LOG2E)",
-        "s = tanh * VARIANT.softcap",
+        "(scale / VARIANT.softcap)) * (VARIANT.softcap * LOG2E)",
+        "(scale / VARIANT.softcap)) * VARIANT.softcap",
         f"{EXACT}::test_softcap_bounds_the_natural_scores",
     ),
     Mutant(

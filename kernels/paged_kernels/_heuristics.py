@@ -50,7 +50,10 @@ def _device_of(device: torch.device) -> Device:
         digits = (c for c in properties.gcnArchName.split(":")[0] if c.isdigit())
         return Device("hip", int("".join(digits)), num_sms, 64 * KIB)
     capability = properties.major * 10 + properties.minor
-    return Device("cuda", capability, num_sms, properties.shared_memory_per_block_optin)
+    limit = getattr(  # not in every torch
+        properties, "shared_memory_per_block_optin", properties.shared_memory_per_block
+    )
+    return Device("cuda", capability, num_sms, limit)
 
 
 _stand_in = H200
@@ -160,20 +163,23 @@ def _shared_memory(m: int, n: int, d: int, dv: int, itemsize: int, buffers: int)
     return max(loop, store) + 4 * KIB
 
 
-def choose_num_splits(programs: int, max_keys: int, tile: Tile, device: Device) -> int:
-    """Splits that fill the GPU with little waste in the last wave (after FlashAttention-2's rule).
+def choose_num_splits(
+    programs: int, max_keys: int, group_size: int, tile: Tile, device: Device
+) -> int:
+    """Splits that fill the GPU, with little waste in the last wave (after FlashAttention-2's rule).
 
     programs: unsplit ones; max_keys: keys of the longest sequence. A split has at least four tiles,
-    so that storing and reading its partial result stays below 4 % of the traffic.
+    and more where more heads share them, so that writing and reading back its partial result stays
+    below 5 % of the traffic.
     """
     slots = device.num_sms * max(1, min(4, device.shared_memory // tile.shared_memory))
-    most = min(max_keys // (4 * tile.n), slots // max(programs, 1))
-    if most <= 1:
-        return 1
+    most = max(1, max_keys // (max(4, group_size) * tile.n))
+    one_wave = max(1, slots // max(1, programs))
 
     def efficiency(splits: int) -> float:
         waves = programs * splits / slots
-        return waves / ceil(waves)
+        return waves / max(1, ceil(waves))
 
-    best = max(efficiency(splits) for splits in range(1, most + 1))
-    return next(s for s in range(1, most + 1) if efficiency(s) >= 0.85 * best)
+    candidates = [min(splits, most) for splits in range(one_wave, one_wave + 4)]
+    full = (splits for splits in candidates if efficiency(splits) >= 0.85)
+    return next(full, max(candidates, key=efficiency))

@@ -52,13 +52,20 @@ def load_rows(x, index, rows, WIDTH: tl.constexpr, PADDED: tl.constexpr, MASKED:
 
 
 @triton.jit
+def tanh(x):
+    """Exact to float32: by exponentials, and near 0, where those cancel, by its series."""
+    e = tl.exp2(tl.minimum(x * (2 * LOG2E), 64.0))  # tanh is 1 long before
+    xx = x * x
+    series = x * (1 + xx * (-1 / 3 + xx * (2 / 15 + xx * (-17 / 315 + xx * (62 / 2835)))))
+    return tl.where(xx < 0.0625, series, 1 - 2 / (e + 1))
+
+
+@triton.jit
 def score(queries, k, scale, k_pos, exists, VARIANT: tl.constexpr, MASKED: tl.constexpr):
     """Base-2 scores [M, N]; scale may differ from key to key. If MASKED, unseen pairs are -inf."""
     s = tl.dot(queries.tile, tl.trans(k), input_precision="ieee")
     if VARIANT.softcap is not None:
-        x = tl.minimum(s * (scale * (2 * LOG2E) / VARIANT.softcap), 64.0)  # tanh is 1 long before
-        tanh = 1 - 2 / (tl.exp2(x) + 1)
-        s = tanh * (VARIANT.softcap * LOG2E)
+        s = tanh(s * (scale / VARIANT.softcap)) * (VARIANT.softcap * LOG2E)
     else:
         s *= scale * LOG2E
     distance = k_pos[None, :] - queries.pos[:, None]

@@ -103,8 +103,7 @@ def _plan_decode(call: AttentionCall, tile: Tile, first_key: int) -> list[Launch
     elif call.num_splits is not None:
         num_splits = min(call.num_splits, -(-keys // tile.n))
     else:
-        programs = num_seqs * call.dims.num_kv_heads
-        num_splits = choose_num_splits(programs, keys, tile, device_of(call.query.device))
+        num_splits = _choose_splits(call, num_seqs, keys, tile)
     # Whether parts are merged must not follow from the other rows, or a row's bits would too.
     if (call.num_splits or num_splits) == 1 and call.split_size is None:
         return [_attention(call, tile, rows, (num_seqs, 1), first_key)]
@@ -122,8 +121,7 @@ def _plan_cascade(call: AttentionCall, tiles: Tiles, shared: int) -> list[Launch
     """All queries over the first `shared` keys, read once through row 0; the rest; then a merge."""
     num_tokens, tile = call.query.shape[0], tiles[1]
     query_tiles = num_tokens // _tokens(call, tile) + 1
-    programs = query_tiles * call.dims.num_kv_heads
-    num_splits = choose_num_splits(programs, shared, tile, device_of(call.query.device))
+    num_splits = _choose_splits(call, query_tiles, shared, tile)
     out, lse = _parts(call, num_splits + 1, num_tokens)
     lse.fill_(float("-inf"))  # padding rows have no part
 
@@ -201,6 +199,12 @@ def _scales(scale: float | Tensor | None) -> Strided | None:
 
 def _factor(scale: float | Tensor | None) -> float:
     return scale if isinstance(scale, float) else 1.0
+
+
+def _choose_splits(call: AttentionCall, query_tiles: int, keys: int, tile: Tile) -> int:
+    device, dims = device_of(call.query.device), call.dims
+    programs = query_tiles * dims.num_kv_heads
+    return choose_num_splits(programs, keys, dims.group_size, tile, device)
 
 
 def _merge(call: AttentionCall, out: Tensor, lse: Tensor, *, tokens: int) -> Launch:

@@ -11,7 +11,7 @@ OPTIONS = st.fixed_dictionaries(
     optional={
         "causal": st.booleans(),
         "sliding_window": st.integers(1, 50),
-        "softcap": st.floats(0.1, 5),
+        "softcap": st.floats(0.1, 50),
         "scale": st.floats(0.01, 0.5),
         "alibi_slopes": st.just(torch.tensor([0.5, 0.25])),
         "sinks": st.just(torch.tensor([-1.0, 2.0])),
