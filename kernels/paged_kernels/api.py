@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ._backends import backend_module
 from ._checks import check_attention, check_write
+from .options import AttentionCall
 
 
 def reshape_and_cache(
@@ -46,13 +48,13 @@ def reshape_and_cache(
     The name and the layout are those of vLLM (Kwon et al. 2023, "Efficient Memory Management for
     Large Language Model Serving with PagedAttention").
     """
-    k_scale, v_scale, backend = check_write(
-        key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, backend
-    )
-    if len(slot_mapping) > 0:
-        backend_module(backend).reshape_and_cache(
-            key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale
-        )
+    arguments = (key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, backend)
+    if is_compiling() or is_faked(key):
+        from .library import traced_write
+
+        return traced_write(*arguments)
+    k_scale, v_scale, backend = check_write(*arguments)
+    return run_write(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, backend)
 
 
 def paged_attention(
@@ -150,7 +152,7 @@ def paged_attention(
     al. 2024, "Cascade Inference"; sinks as in Xiao et al. 2023, "Efficient Streaming Language
     Models with Attention Sinks"; slopes as in Press et al. 2021, "Train Short, Test Long".
     """
-    call, backend = check_attention(
+    arguments = (
         query,
         key_cache,
         value_cache,
@@ -175,10 +177,42 @@ def paged_attention(
         return_lse,
         backend,
     )
-    if len(query) > 0 and len(seq_lens) > 0 and call.max_query_len > 0:
+    if is_compiling() or is_faked(query):
+        from .library import traced_attention
+
+        return traced_attention(*arguments)
+    call, backend = check_attention(*arguments)
+    run_attention(call, backend)
+    return call.out if call.lse is None else (call.out, call.lse)
+
+
+def run_attention(call: AttentionCall, backend: str) -> None:
+    """Fill the outputs of a validated call."""
+    if len(call.query) > 0 and len(call.seq_lens) > 0 and call.max_query_len > 0:
         backend_module(backend).attend(call)
     else:  # nothing but padding: no launch
         call.out.zero_()
         if call.lse is not None:
             call.lse.fill_(float("-inf"))
-    return call.out if call.lse is None else (call.out, call.lse)
+
+
+def run_write(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: float | Tensor | None,
+    v_scale: float | Tensor | None,
+    backend: str,
+) -> None:
+    """Make a validated write."""
+    if len(slot_mapping) > 0:
+        backend_module(backend).reshape_and_cache(
+            key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale
+        )
+
+
+def is_faked(tensor: Tensor) -> bool:
+    """Whether it is a tensor of a subclass, a fake one say, which only an operator can serve."""
+    return type(tensor) is not Tensor and isinstance(tensor, Tensor)
