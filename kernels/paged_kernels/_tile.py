@@ -54,10 +54,11 @@ def load_rows(x, index, rows, WIDTH: tl.constexpr, PADDED: tl.constexpr, MASKED:
 @triton.jit
 def tanh(x):
     """Exact to float32: by exponentials, and near 0, where those cancel, by its series."""
-    e = tl.exp2(tl.minimum(x * (2 * LOG2E), 64.0))  # tanh is 1 long before
+    e = tl.exp2(tl.abs(x) * (-2 * LOG2E))
+    size = (1 - e) / (1 + e)
     xx = x * x
     series = x * (1 + xx * (-1 / 3 + xx * (2 / 15 + xx * (-17 / 315 + xx * (62 / 2835)))))
-    return tl.where(xx < 0.0625, series, 1 - 2 / (e + 1))
+    return tl.where(xx < 0.0625, series, tl.where(x < 0, -size, size))
 
 
 @triton.jit
@@ -174,7 +175,8 @@ def finish(state, sinks, head, rows):
     if sinks is not None:
         sink = tl.load(sinks + head, mask=rows, other=0.0).to(tl.float32) * LOG2E
         m_new = tl.maximum(m, sink)
-        alpha = tl.exp2(m - m_new)
-        acc, m, l = acc * alpha[:, None], m_new, l * alpha + tl.exp2(sink - m_new)
+        pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.exp2(m - pivot)
+        acc, m, l = acc * alpha[:, None], m_new, l * alpha + tl.exp2(sink - pivot)
     l = tl.where(l == 0.0, 1.0, l)  # no key and no sink: output 0, and lse the -inf that m is
     return acc / l[:, None], (m + tl.log2(l)) * LN2

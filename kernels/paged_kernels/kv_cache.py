@@ -111,15 +111,13 @@ class KVCache:
         self, layer: int, query: Tensor, batch: Batch, **options: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend as `paged_attention` does, which also documents the options."""
-        num_seqs = len(batch.seq_lens)
-        one_each = batch.max_query_len == 1 and len(batch.slot_mapping) == len(query) == num_seqs
         return paged_attention(
             query,
             self.key[layer],
             self.value[layer],
             batch.block_table,
             batch.seq_lens,
-            cu_seqlens_q=None if one_each else batch.cu_seqlens_q,
+            cu_seqlens_q=batch.cu_seqlens_q,
             max_query_len=batch.max_query_len,
             max_seq_len=batch.max_seq_len,
             k_scale=self.k_scale[layer],

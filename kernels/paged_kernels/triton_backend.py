@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from .options import AttentionCall, Dims, Variant
 from .write import write_kernel
 
 ANY_LENGTH = 2**31 - 1
+MAX_WINDOW = 2**30  # positions are int32; no sequence is longer
 
 Tiles = tuple[Tile, Tile]  # of decode, of prefill
 
@@ -66,6 +68,9 @@ def attend(call: AttentionCall) -> None:
 
 def plan(call: AttentionCall) -> list[Launch]:
     """The launches of a call, in order."""
+    window = call.variant.sliding_window
+    if window is not None and window > MAX_WINDOW:
+        call = call._replace(variant=replace(call.variant, sliding_window=MAX_WINDOW))
     tiles = _tiles(call)
     step = max(tile.n for tile in tiles)
     shared = call.common_prefix_len // step * step
@@ -90,7 +95,7 @@ def _plan_batch(call: AttentionCall, tiles: Tiles, first_key: int = 0) -> list[L
 def _plan_decode(call: AttentionCall, tile: Tile, first_key: int) -> list[Launch]:
     """One query tile per sequence, perhaps split along its keys and merged again."""
     num_seqs = call.seq_lens.shape[0]
-    tokens = 1 if call.cu_seqlens_q is None else _tokens(call, tile)
+    tokens = 1 if call.cu_seqlens_q is None else min(_tokens(call, tile), call.max_query_len)
     rows = Rows(prefill=False, shortest=1, longest=tokens, packed=True)
 
     keys = call.max_seq_len - first_key
@@ -157,7 +162,9 @@ def _attention(
 ) -> Launch:
     """attention_kernel on a grid of (query tiles, splits)."""
     out, lse = call.out, call.lse
-    draft_mask = None if call.draft_mask is None else strided(call.draft_mask.view(torch.uint8))
+    draft_mask = call.draft_mask
+    if draft_mask is not None:  # its rows are read with stride 1
+        draft_mask = strided(draft_mask.contiguous().view(torch.uint8))
     args = (
         strided(out) if out.dim() == 4 else Strided(out, (0, *out.stride())),
         None

@@ -270,3 +270,37 @@ def test_a_draft_mask_replaces_the_causal_rule_among_new_tokens(backend):
     assert last_rows(out) == pytest.approx([6 / 4, 10 / 5, 11 / 5, 17 / 6])
     windowed = batch.attend(draft_mask=mask, sliding_window=4, backend=backend)
     assert last_rows(windowed) == pytest.approx([6 / 4, 10 / 4, 10 / 3, 14 / 3])
+
+
+@pytest.mark.parametrize("num_splits", [None, 1, 4])
+def test_a_sink_of_minus_infinity_is_no_sink(backend, num_splits):
+    batch = make_batch([0, 5, 2], [1, 1, 4], num_heads=4, num_kv_heads=2)
+    sinks = torch.full((4,), -torch.inf)
+    options = {"return_lse": True, "num_splits": num_splits}
+    out, lse = batch.attend(backend=backend, sinks=sinks, **options)
+    plain, plain_lse = batch.attend(backend=backend, **options)
+    torch.testing.assert_close(out, plain, rtol=0, atol=1e-6)
+    torch.testing.assert_close(lse, plain_lse, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [2**31 - 1, 2**31, 2**62])
+def test_a_window_longer_than_any_sequence_hides_nothing(backend, window):
+    batch = make_batch([40, 7], [1, 5], num_heads=4, num_kv_heads=2)
+    got = batch.attend(backend=backend, sliding_window=window)
+    torch.testing.assert_close(got, batch.attend(backend=backend), rtol=0, atol=1e-6)
+
+
+def test_a_softcap_does_not_hide_a_nan(backend):
+    batch = make_batch([20], [3], num_heads=4, num_kv_heads=2)
+    batch.query[1] = float("nan")
+    out = batch.attend(backend=backend, softcap=5.0)
+    assert out[1].isnan().all()
+    assert out[[0, 2]].isfinite().all()
+
+
+def test_a_draft_mask_may_have_any_strides(backend):
+    batch = make_batch([20, 9], [4, 3], num_heads=4, num_kv_heads=2)
+    mask = torch.tril(torch.rand(2, 4, 4) < 0.5) | torch.eye(4).bool()
+    turned = mask.transpose(1, 2).contiguous().transpose(1, 2)
+    want = batch.attend(backend=backend, draft_mask=mask)
+    torch.testing.assert_close(batch.attend(backend=backend, draft_mask=turned), want)

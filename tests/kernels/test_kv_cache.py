@@ -119,7 +119,6 @@ def test_options_and_promises_reach_the_kernel():
         block_table=source.block_table,
         seq_lens=source.seq_lens,
         cu_seqlens_q=source.cu_seqlens_q,
-        slot_mapping=torch.zeros(2, dtype=torch.int64),
         max_query_len=1,
         max_seq_len=40,
         common_prefix_len=12,
