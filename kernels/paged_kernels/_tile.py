@@ -54,11 +54,13 @@ def load_rows(x, index, rows, WIDTH: tl.constexpr, PADDED: tl.constexpr, MASKED:
 @triton.jit
 def tanh(x):
     """Exact to float32: by exponentials, and near 0, where those cancel, by its series."""
+    near = tl.abs(x) < 0.25
+    y = tl.where(near, x, 0.0)
+    yy = y * y
+    series = y * (1 + yy * (-1 / 3 + yy * (2 / 15 + yy * (-17 / 315 + yy * (62 / 2835)))))
     e = tl.exp2(tl.abs(x) * (-2 * LOG2E))
     size = (1 - e) / (1 + e)
-    xx = x * x
-    series = x * (1 + xx * (-1 / 3 + xx * (2 / 15 + xx * (-17 / 315 + xx * (62 / 2835)))))
-    return tl.where(xx < 0.0625, series, tl.where(x < 0, -size, size))
+    return tl.where(near, series, tl.where(x < 0, -size, size))
 
 
 @triton.jit

@@ -49,7 +49,8 @@ def reshape_and_cache(
     Large Language Model Serving with PagedAttention").
     """
     arguments = (key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, backend)
-    if is_compiling() or is_faked(key):
+    # A subclass of Tensor, a fake one say, and a trace need the operator.
+    if (type(key) is not Tensor and isinstance(key, Tensor)) or is_compiling():
         from .library import traced_write
 
         return traced_write(*arguments)
@@ -177,7 +178,8 @@ def paged_attention(
         return_lse,
         backend,
     )
-    if is_compiling() or is_faked(query):
+    # A subclass of Tensor, a fake one say, and a trace need the operator.
+    if (type(query) is not Tensor and isinstance(query, Tensor)) or is_compiling():
         from .library import traced_attention
 
         return traced_attention(*arguments)
@@ -211,8 +213,3 @@ def run_write(
         backend_module(backend).reshape_and_cache(
             key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale
         )
-
-
-def is_faked(tensor: Tensor) -> bool:
-    """Whether it is a tensor of a subclass, a fake one say, which only an operator can serve."""
-    return type(tensor) is not Tensor and isinstance(tensor, Tensor)
