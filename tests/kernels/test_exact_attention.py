@@ -290,6 +290,7 @@ def test_a_window_longer_than_any_sequence_hides_nothing(backend, window):
     torch.testing.assert_close(got, batch.attend(backend=backend), rtol=0, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # the interpreter's own
 def test_a_softcap_does_not_hide_a_nan(backend):
     batch = make_batch([20], [3], num_heads=4, num_kv_heads=2)
     batch.query[1] = float("nan")
