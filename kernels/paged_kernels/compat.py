@@ -210,7 +210,7 @@ def flash_attn_varlen_func(
     )
     if isinstance(result, Tensor):
         return result
-    return result[0], result[1].T.contiguous(), q.new_empty(0)
+    return result[0], result[1].T.contiguous(), q.new_zeros(0)
 
 
 def varlen_attn(

@@ -1,6 +1,7 @@
 """The operators: traced, faked and compiled calls do what eager ones do."""
 
 from functools import partial
+from shutil import which
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 # aot_eager traces, functionalises and runs the graph; inductor also writes C++.
-GRAPH_BACKENDS = ("aot_eager", "inductor")
+needs_compiler = pytest.mark.skipif(which("g++") is None, reason="inductor needs a C++ compiler")
+GRAPH_BACKENDS = ("aot_eager", pytest.param("inductor", marks=needs_compiler))
 quiet = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
@@ -81,6 +83,16 @@ def test_the_operator_gives_the_bits_of_the_function(backend):
         backend=backend,
     )
     assert torch.equal(op_out, out) and torch.equal(op_lse, lse)
+
+
+def test_an_eager_call_does_not_pay_for_the_operator(monkeypatch):
+    batch = make_batch([20, 7], [2, 1])
+    expected = batch.attend()
+    for name in ("traced_attention", "traced_write"):
+        monkeypatch.delattr(f"paged_kernels.library.{name}")
+    assert torch.equal(batch.attend(), expected)
+    rows = torch.zeros(1, *batch.key_cache.shape[2:])
+    reshape_and_cache(rows, rows, batch.key_cache, batch.value_cache, torch.tensor([0]))
 
 
 class Attention(nn.Module):
