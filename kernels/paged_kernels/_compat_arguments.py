@@ -72,7 +72,7 @@ def options(
             f"window_size must have -1 or 0 on the right unless causal, got {tuple(window_size)}"
         )
     if alibi_slopes is not None:
-        if alibi_slopes.dim() != 1:
+        if isinstance(alibi_slopes, Tensor) and alibi_slopes.dim() != 1:
             shape = list(alibi_slopes.shape)
             raise ValueError(f"alibi_slopes must be [nheads], not per sequence, got shape {shape}")
         if not causal:  # they fall off to both sides there, to the past alone here
