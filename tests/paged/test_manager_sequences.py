@@ -67,6 +67,20 @@ def test_a_senseless_lookahead_is_refused(bad):
             call()
 
 
+def test_only_trim_may_shorten_a_sequence():
+    manager = make_manager(8, 4)
+    seq = admit(manager, "a", range(6))
+    token = seq.token_ids.pop()
+    assert not manager.can_append_slots(seq)
+    with pytest.raises(ValueError, match="trim"):
+        manager.append_slots(seq)
+    with pytest.raises(ValueError, match="'a'"):
+        manager.step([seq], [1])
+    seq.token_ids.append(token)
+    assert manager.append_slots(seq) == []
+    manager.check_invariants()
+
+
 def test_block_table_is_a_copy():
     manager = make_manager(8, 4)
     seq = admit(manager, "a", range(6))
