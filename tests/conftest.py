@@ -21,3 +21,8 @@ from hypothesis import settings
 torch.set_num_threads(1)
 settings.register_profile("paged", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("paged")
+
+
+def pytest_collection_modifyitems(items):
+    """Long tests first, so that no worker is left alone with one at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("run_early") is None)
