@@ -20,7 +20,7 @@ from ._require import (
     require_tensor,
     require_vector,
 )
-from .api import paged_attention
+from .api import paged_attention, reshape_and_cache
 
 _DEFAULTS = {
     name: parameter.default
@@ -87,16 +87,27 @@ def options(
     }
 
 
-def rows_as_blocks(cache: Tensor, batch: int, cache_batch_idx: Tensor | None) -> Tensor:
-    """The block table of a contiguous cache, each of whose rows is one block."""
+def checked_table(
+    block_table: Tensor | None, cache_batch_idx: Tensor | None, k_cache: Tensor, batch: int
+) -> Tensor:
+    """The block table; of a cache without one, each of whose rows is one block."""
+    device = k_cache.device
+    if block_table is not None:
+        axes = "[batch, max_blocks_per_seq]"
+        require_tensor("block_table", block_table, INT_DTYPES, axes, (batch, None), device)
+        if cache_batch_idx is not None:
+            raise ValueError(
+                f"cache_batch_idx must be None with a block_table, got {kind(cache_batch_idx)}"
+            )
+        return block_table
     if cache_batch_idx is not None:
-        require_vector(
-            "cache_batch_idx", cache_batch_idx, INT_DTYPES, "[batch]", batch, cache.device
-        )
+        require_vector("cache_batch_idx", cache_batch_idx, INT_DTYPES, "[batch]", batch, device)
         return cache_batch_idx.unsqueeze(1)
-    if len(cache) < batch:
-        raise ValueError(f"k_cache must have a row for each of {batch} queries, got {len(cache)}")
-    return torch.arange(batch, dtype=torch.int32, device=cache.device).unsqueeze(1)
+    if len(k_cache) < batch:
+        raise ValueError(
+            f"k_cache must have a row for each of the {batch} rows of q, got {len(k_cache)}"
+        )
+    return torch.arange(batch, dtype=torch.int32, device=device).unsqueeze(1)
 
 
 def checked_lengths(
@@ -118,6 +129,18 @@ def checked_lengths(
             f"sequence and {new} new ones, got {least}..{most}"
         )
     return lengths
+
+
+def append(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, before: Tensor
+) -> None:
+    """Write `[batch, seqlen_new, ...]` behind the `before` tokens of each sequence."""
+    page_size = k_cache.shape[1]
+    positions = before.unsqueeze(1) + torch.arange(k.shape[1], device=k.device)
+    blocks = block_table.gather(1, positions // page_size).long()
+    slots = (blocks * page_size + positions % page_size).flatten()
+    k, v = (unit_stride(x).flatten(0, 1) for x in (k, v))
+    reshape_and_cache(k, v, k_cache, v_cache, slots)
 
 
 def queries_and_keys(

@@ -17,18 +17,19 @@ from torch.compiler import is_compiling
 
 from ._compat_arguments import (
     AuxRequest,
+    append,
     check_only,
     checked_lengths,
+    checked_table,
     options,
     queries_and_keys,
     refuse,
     require_like,
-    rows_as_blocks,
     unit_stride,
 )
 from ._csr import block_table_to_csr, csr_to_block_table, lse_from_base_2, lse_to_base_2
-from ._require import FLOAT_DTYPES, INT_DTYPES, kind, require_int, require_tensor, require_vector
-from .api import paged_attention, reshape_and_cache
+from ._require import FLOAT_DTYPES, INT_DTYPES, require_int, require_tensor, require_vector
+from .api import paged_attention
 
 __all__ = [
     "block_table_to_csr",
@@ -98,14 +99,7 @@ def flash_attn_with_kvcache(
     axes = "[num_blocks or batch_cache, page_size or seqlen_cache, nheads_k, headdim]"
     require_like(q, "k_cache", k_cache, axes, (None, None, None, headdim))
     require_like(q, "v_cache", v_cache, axes, (*k_cache.shape[:3], None))
-    if block_table is None:
-        block_table = rows_as_blocks(k_cache, batch, cache_batch_idx)
-    elif cache_batch_idx is not None:
-        raise ValueError(
-            f"cache_batch_idx must be None with a block_table, got {kind(cache_batch_idx)}"
-        )
-    axes = "[batch, max_blocks_per_seq]"
-    require_tensor("block_table", block_table, INT_DTYPES, axes, (batch, None), q.device)
+    block_table = checked_table(block_table, cache_batch_idx, k_cache, batch)
     seqlen_new = 0
     if k is not None and v is not None:
         axes = "[batch, seqlen_new, nheads_k, headdim]"
@@ -114,8 +108,7 @@ def flash_attn_with_kvcache(
         require_like(q, "v", v, axes, (batch, seqlen_new, *v_cache.shape[2:]))
     elif k is not None or v is not None:
         raise ValueError(f"{'v' if v is None else 'k'} must be given with the other, got None")
-    page_size = k_cache.shape[1]
-    capacity = block_table.shape[1] * page_size
+    capacity = block_table.shape[1] * k_cache.shape[1]
     if cache_seqlens is None:
         if seqlen_new:
             raise ValueError("cache_seqlens must be given with k, got None")
@@ -141,11 +134,7 @@ def flash_attn_with_kvcache(
     if k is not None and v is not None:
         if not is_compiling():  # an error must leave the cache as it was
             check_only(arguments)
-        positions = before.unsqueeze(1) + torch.arange(seqlen_new, device=q.device)
-        blocks = block_table.gather(1, positions // page_size).long()
-        slots = (blocks * page_size + positions % page_size).flatten()
-        k, v = (unit_stride(x).flatten(0, 1) for x in (k, v))
-        reshape_and_cache(k, v, k_cache, v_cache, slots)
+        append(k, v, k_cache, v_cache, block_table, before)
     result = paged_attention(**arguments)
     shape = (batch, seqlen_q, nheads)
     if isinstance(result, Tensor):
