@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 from paged_kernels import paged_attention, reshape_and_cache
+from paged_kernels._launch import Strided
+from paged_kernels.testing import validated_call
 
 PAST = 2**31  # elements
 HEADS, WIDTH = 2, 16
@@ -83,6 +85,28 @@ def check_write(backend):
         assert (cache.view(-1, width)[[0, slot - 1, slot + 1]] == 7).all(), "write beside"
 
 
+def check_parts():
+    """Partial results of a split decode 2^30 elements apart, written and merged."""
+    from paged_kernels import triton_backend
+
+    cache = torch.zeros(8, 16, 1, WIDTH)
+    for block in range(8):
+        cache[block] = block
+    query = torch.zeros(1, 1, WIDTH)
+    table, seq_lens = torch.arange(8, dtype=torch.int32)[None], torch.tensor([48])
+    call = validated_call(
+        query=query, key_cache=cache, value_cache=cache, block_table=table, seq_lens=seq_lens,
+        num_splits=3,
+    )  # fmt: skip
+    attention, merge = triton_backend.plan(call)
+    parts = reserve(3, 2**30, dtype=torch.float32)[:, :WIDTH].unflatten(1, (1, 1, WIDTH))
+    far = Strided(parts, parts.stride())
+    attention._replace(args=(far, *attention.args[1:])).run()
+    assert parts[:, 0, 0, 0].tolist() == [0, 1, 2]
+    merge._replace(args=(*merge.args[:2], far, *merge.args[3:])).run()
+    assert (call.out - 1).abs().max() < 1e-6
+
+
 def check_scales(backend):
     """int8 scales 2^30 elements apart from block to block, written and read."""
     cache = torch.zeros(3, 16, 1, WIDTH, dtype=torch.int8)
@@ -100,6 +124,8 @@ def check_scales(backend):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if sys.argv[1] == "triton":
+        check_parts()
     for check in (check_attention, check_rows, check_write, check_scales):
         print(check.__name__, flush=True)
         check(sys.argv[1])

@@ -226,8 +226,8 @@ MUTANTS = [
     Mutant(
         "splits overlap",
         "attention.py",
-        "end = tl.minimum(end, base + (split + 1) * split_size)",
-        "end = tl.minimum(end, base + (split + 1) * split_size + 1)",
+        "end = tl.minimum(end, start_of_split + split_size)",
+        "end = tl.minimum(end, start_of_split + split_size + 1)",
         f"{INVARIANCE}::test_the_number_of_splits_changes_rounding_only",
     ),
     Mutant(

@@ -43,7 +43,7 @@ def attention_kernel(
 ):  # fmt: skip
     GROUP: tl.constexpr = DIMS.group_size
     TOKENS: tl.constexpr = TILE.m // GROUP
-    kv_head, split = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    kv_head, split = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
 
     # the query rows
     if ROWS.prefill:
@@ -80,8 +80,9 @@ def attention_kernel(
     base = first // TILE.n * TILE.n
     if split_size == 0:
         split_size = tl.cdiv(tl.cdiv(end - base, tl.num_programs(2)), TILE.n) * TILE.n
-    first = tl.maximum(first, base + split * split_size)
-    end = tl.minimum(end, base + (split + 1) * split_size)
+    start_of_split = (base + split * split_size).to(tl.int32)
+    first = tl.maximum(first, start_of_split)
+    end = tl.minimum(end, start_of_split + split_size)
     keys = (first, end)
     whole = (tl.maximum(first, whole_first), tl.minimum(end, whole_end))
 

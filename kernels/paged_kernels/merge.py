@@ -29,17 +29,18 @@ def merge_kernel(
     else:
         sink = tl.load(sinks + head).to(tl.float32)
     m = sink
+    wide = tl.full((), 0, tl.int64)  # parts times their stride can pass 2**31
     for part in range(num_parts):
-        m = tl.maximum(m, tl.load(at(part_lse, (part, row, head))))
+        m = tl.maximum(m, tl.load(at(part_lse, (wide + part, row, head))))
     pivot = tl.where(m == float("-inf"), 0.0, m)
 
     column = tl.arange(0, PADDED)
     acc = tl.zeros((PADDED,), tl.float32)
     total = tl.exp2((sink - pivot) * LOG2E)
     for part in range(num_parts):
-        weight = tl.exp2((tl.load(at(part_lse, (part, row, head))) - pivot) * LOG2E)
+        weight = tl.exp2((tl.load(at(part_lse, (wide + part, row, head))) - pivot) * LOG2E)
         width = tl.where(weight > 0, WIDTH, 0)  # an empty part is not read
-        values = at(parts, (part, row, head, column))
+        values = at(parts, (wide + part, row, head, column))
         acc += weight * tl.load(values, mask=column < width, other=0.0)
         total += weight
     total = tl.where(total == 0.0, 1.0, total)  # nothing seen at all: m is -inf

@@ -17,7 +17,8 @@ from .options import AttentionCall, Dims, Variant
 from .write import write_kernel
 
 ANY_LENGTH = 2**31 - 1
-MAX_WINDOW = 2**30  # positions are int32; no sequence is longer
+MAX_SPLITS = 65535  # of a grid's last axis
+MAX_LENGTH = 2**30  # positions are int32
 
 Tiles = tuple[Tile, Tile]  # of decode, of prefill
 
@@ -69,15 +70,18 @@ def attend(call: AttentionCall) -> None:
 def plan(call: AttentionCall) -> list[Launch]:
     """The launches of a call, in order."""
     window = call.variant.sliding_window
-    if window is not None and window > MAX_WINDOW:
-        call = call._replace(variant=replace(call.variant, sliding_window=MAX_WINDOW))
+    if window is not None and window > MAX_LENGTH:
+        call = call._replace(variant=replace(call.variant, sliding_window=MAX_LENGTH))
     tiles = _tiles(call)
     step = max(tile.n for tile in tiles)
     shared = call.common_prefix_len // step * step
-    # The shared part is attended to without query positions, which window and ALiBi would need.
-    if shared and call.variant.sliding_window is None and call.alibi_slopes is None:
-        return _plan_cascade(call, tiles, shared)
-    return _plan_batch(call, tiles)
+    # The shared part is attended to without query positions, which window and ALiBi would need,
+    # and its splits follow from the batch, which fixed ones must not.
+    positioned = call.variant.sliding_window is not None or call.alibi_slopes is not None
+    fixed = call.num_splits is not None or call.split_size is not None
+    if shared == 0 or positioned or fixed:
+        return _plan_batch(call, tiles)
+    return _plan_cascade(call, tiles, shared)
 
 
 def _plan_batch(call: AttentionCall, tiles: Tiles, first_key: int = 0) -> list[Launch]:
@@ -103,10 +107,15 @@ def _plan_decode(call: AttentionCall, tile: Tile, first_key: int) -> list[Launch
         keys = min(keys, call.variant.sliding_window + tokens + tile.n)
     split_size = 0  # even parts of each sequence
     if call.split_size is not None:
-        split_size = _round_up(call.split_size, tile.n)
+        split_size = _round_up(min(call.split_size, MAX_LENGTH), tile.n)
         num_splits = -(-keys // split_size)
+        if num_splits > MAX_SPLITS:
+            raise ValueError(
+                f"split_size must give at most {MAX_SPLITS} splits, got {call.split_size} for "
+                f"sequences of up to {keys} tokens: pass max_seq_len, or a larger split_size"
+            )
     elif call.num_splits is not None:
-        num_splits = min(call.num_splits, -(-keys // tile.n))
+        num_splits = min(call.num_splits, -(-keys // tile.n), MAX_SPLITS)
     else:
         num_splits = _choose_splits(call, num_seqs, keys, tile)
     # Whether parts are merged must not follow from the other rows, or a row's bits would too.
@@ -162,9 +171,9 @@ def _attention(
 ) -> Launch:
     """attention_kernel on a grid of (query tiles, splits)."""
     out, lse = call.out, call.lse
-    draft_mask = call.draft_mask
-    if draft_mask is not None:  # its rows are read with stride 1
-        draft_mask = strided(draft_mask.contiguous().view(torch.uint8))
+    draft_mask = None
+    if call.draft_mask is not None:  # its rows are read with stride 1
+        draft_mask = strided(call.draft_mask.contiguous().view(torch.uint8))
     args = (
         strided(out) if out.dim() == 4 else Strided(out, (0, *out.stride())),
         None

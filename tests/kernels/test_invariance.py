@@ -142,3 +142,13 @@ def test_a_common_prefix_equals_the_plain_result(backend):
         want = attend(batch, backend, sinks=sinks)
         got = attend(batch, backend, sinks=sinks, common_prefix_len=64)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@parametrised(splits=SPLITS)
+def test_a_promised_prefix_keeps_rows_to_themselves(backend, splits):
+    batch = make_batch([140, 133, 150], num_heads=4, num_kv_heads=2, shared_blocks=8)
+    options = {"common_prefix_len": 128, **SPLITS[splits]}
+    together = attend(batch, backend, **options)
+    for row in range(3):
+        alone = attend(batch.rows([row]), backend, **options)
+        assert_same_bits(alone, [part[row : row + 1] for part in together])

@@ -157,3 +157,20 @@ def test_each_worker_has_a_kernel_cache_of_its_own():
     worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
     assert os.environ["TRITON_CACHE_DIR"].endswith(worker)
     assert os.environ["TRITON_INTERPRET"] == "1"
+
+
+def test_splits_stay_on_the_grid():
+    batch = make_batch([40], num_heads=2, num_kv_heads=1)
+    table = batch.block_table[:, :1].expand(1, 2**17)  # of 2^21 tokens
+    arguments = {
+        "query": batch.query,
+        "key_cache": batch.key_cache,
+        "value_cache": batch.value_cache,
+        "block_table": table.contiguous(),
+        "seq_lens": batch.seq_lens,
+    }
+    attention, _ = plan(validated_call(**arguments, num_splits=100_000))
+    assert attention.grid[2] <= 65_535
+    with pytest.raises(ValueError, match="split_size must give at most 65535 splits, got 16"):
+        plan(validated_call(**arguments, split_size=16))
+    assert plan(validated_call(**arguments, split_size=16, max_seq_len=40))[0].grid[2] == 3
