@@ -16,7 +16,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from .block_table import NO_ROW, BlockTable
-from .sequence import as_count
+from .sequence import as_count, as_list
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -127,6 +127,10 @@ def resolve_queries(
                 f"sequence {table.seq_id!r} has {len(table.seq)} tokens and slots for "
                 f"{table.num_tokens}; token {end - 1} has none"
             )
+        if count > end:
+            raise ValueError(
+                f"query_lens has {count} for sequence {table.seq_id!r}, which has {end} tokens"
+            )
         if count and end - count < table.num_dropped * block_size:
             raise ValueError(
                 f"sequence {table.seq_id!r} cannot compute {count} tokens up to {end}: "
@@ -136,6 +140,7 @@ def resolve_queries(
 
 
 def _counts(name: str, values: Sequence[int], num_seqs: int) -> list[int]:
+    values = as_list(name, values, "ints")
     if len(values) != num_seqs:
         raise ValueError(f"{name} has {len(values)} entries for {num_seqs} sequences")
     return [as_count(name, value) for value in values]
@@ -170,15 +175,15 @@ class BatchBuilder:
                 self._rows.give_back(table)
 
     def prepare(self, device: Any = "cpu") -> None:
-        """Raise whatever a missing library or device raises, before anything is changed."""
+        """Raise what a missing library or a wrong device leads to, before anything is changed."""
         if self._rows is None:
             from .batch_rows import Rows
 
             self._rows = Rows()
-        if device != "cpu":
-            import torch
+        if type(device) is not str or device != "cpu":
+            from .batch_rows import check_device
 
-            torch.empty(0, device=device)
+            check_device(device)
 
     def build(
         self,

@@ -186,3 +186,15 @@ class Buffer:
             )
             self._views = ((num_seqs, width, num_tokens), views)
         return self._views[1]
+
+
+def check_device(device: Any) -> None:
+    """TypeError or ValueError, naming the argument, unless torch can place tensors there."""
+    try:
+        if device is None:  # torch's default device, which a batch never asks for
+            raise TypeError
+        torch.empty(0, device=device)
+    except TypeError:
+        raise TypeError(f"device is {device!r}; it must be a torch.device or its name") from None
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device is {device!r}; torch has none like it: {error}") from error

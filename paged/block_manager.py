@@ -18,18 +18,23 @@ from .allocators import NaiveBlockAllocator, PrefixCachingBlockAllocator, gpu_al
 from .batch import BatchBuilder, resolve_queries
 from .block_table import BlockTable
 from .config import CacheConfig
-from .errors import (
-    AlreadyAllocatedError,
-    NoFreeBlocksError,
-    NotAllocatedError,
-    NotOnGpuError,
-)
+from .errors import NoFreeBlocksError
 from .growth import Growth
 from .history import History
 from .invariants import check_invariants
 from .journal import Journal
+from .registry import Registry
 from .retention import Retention
-from .sequence import Sequence, SequenceGroup, SequenceLike, as_count, checked_tokens, members
+from .sequence import (
+    Sequence,
+    SequenceGroup,
+    SequenceLike,
+    as_count,
+    check_sequence,
+    checked_tokens,
+    members,
+    sequence_list,
+)
 from .snapshot import snapshot
 from .stats import CacheStats, PrefixCounter, collect_stats
 from .swap import distinct_blocks, move
@@ -57,9 +62,10 @@ class BlockSpaceManager:
         self.gpu = gpu_allocator(config)
         self.cache = self.gpu if isinstance(self.gpu, PrefixCachingBlockAllocator) else None
         self.cpu = NaiveBlockAllocator(config.num_cpu_blocks, config.free_order)
-        self.tables: dict[Any, BlockTable] = {}  # sequences on the GPU
-        self.swapped: dict[Any, BlockTable] = {}  # sequences whose blocks are CPU blocks
         self.history = History()
+        self._registry = Registry(self.history)
+        self.tables = self._registry.tables  # sequences on the GPU
+        self.swapped = self._registry.swapped  # sequences whose blocks are CPU blocks
         self.prefix_counter = PrefixCounter()
         self._batches = BatchBuilder(config.block_size)
         self._retention = Retention(config, self.gpu, self.cache, self._batches, self.history)
@@ -81,7 +87,7 @@ class BlockSpaceManager:
         num_lookahead_slots = as_count("num_lookahead_slots", num_lookahead_slots)
         seqs = members(seq_or_group)
         for seq in seqs:
-            self._check_new(seq)
+            self._registry.check_new(seq)
         return self._admission.plan(seqs, num_lookahead_slots).status
 
     def allocate(self, seq_or_group: SequenceLike | SequenceGroup) -> None:
@@ -91,7 +97,7 @@ class BlockSpaceManager:
         """
         seqs = members(seq_or_group)
         for seq in seqs:
-            self._check_new(seq)
+            self._registry.check_new(seq)
         status, hits, num_new, available = self._admission.plan(seqs)
         if status is AllocStatus.NEVER:
             total = len(hits) + num_new
@@ -120,10 +126,7 @@ class BlockSpaceManager:
 
     def num_cached_tokens(self, seq: SequenceLike) -> int:
         """Tokens that the last allocate found in the prefix cache: a multiple of the block size."""
-        table = self.tables.get(seq.seq_id) or self.swapped.get(seq.seq_id)
-        if table is None:
-            raise self._missing(seq)
-        return table.num_cached
+        return self._registry.anywhere(seq).num_cached
 
     # Growth
 
@@ -136,7 +139,7 @@ class BlockSpaceManager:
         for seq in members(seq_or_group):
             if seq.seq_id in self.swapped:
                 return False
-            table = self._table(seq)
+            table = self._registry.on_gpu(seq)
             if len(seq) < table.num_tokens:
                 return False
             wanted.append((table, len(seq) + num_lookahead_slots))
@@ -149,11 +152,14 @@ class BlockSpaceManager:
         written: blocks shared with another sequence are replaced. On NoFreeBlocksError the table
         is as before; a second call returns [].
         """
-        table = self.tables.get(seq.seq_id)
-        if table is None or table.seq is not seq:
-            raise self._missing(seq)
+        try:  # `on_gpu` without the call
+            table = self.tables[seq.seq_id]
+        except (KeyError, AttributeError, TypeError):
+            raise self._registry.missing(seq) from None
+        if table.seq is not seq:
+            raise self._registry.missing(seq)
         num_tokens = target = len(seq)
-        if num_lookahead_slots:
+        if type(num_lookahead_slots) is not int or num_lookahead_slots:
             target += as_count("num_lookahead_slots", num_lookahead_slots)
         pairs: Pairs = []
         if target > table.writable_until or num_tokens < table.num_tokens:
@@ -177,6 +183,8 @@ class BlockSpaceManager:
         """
         self._batches.prepare(device)
         tokens = checked_tokens(tokens)
+        if type(seqs) is not list:
+            seqs = sequence_list("seqs", seqs)
         if len(tokens) != len(seqs):
             raise ValueError(f"tokens has {len(tokens)} tokens for {len(seqs)} sequences")
         find = self.tables.get
@@ -187,7 +195,7 @@ class BlockSpaceManager:
             for seq, token in zip(seqs, tokens, strict=True):
                 table = find(seq.seq_id)
                 if table is None or table.seq is not seq:
-                    raise self._missing(seq)
+                    raise self._registry.missing(seq)
                 num_tokens, token_ids = table.num_tokens, seq.token_ids
                 if num_tokens != len(token_ids):
                     raise self._out_of_step(seq, table, tables)
@@ -213,6 +221,7 @@ class BlockSpaceManager:
             for seq, table in zip(seqs, tables, strict=False):
                 table.num_tokens -= table.num_tokens == len(seq.token_ids)  # counted up already
                 del seq.token_ids[-1:]
+            sequence_list("seqs", seqs)  # a better error when one of them is no sequence
             raise
 
         for table in attention:
@@ -232,8 +241,9 @@ class BlockSpaceManager:
 
         Whoever appends first into the shared tail gets a copy of it.
         """
-        table = self._table(parent)
-        self._check_new(child)
+        table = self._registry.on_gpu(parent)
+        check_sequence("child", child)
+        self._registry.check_new(child)
         if len(child) != len(parent):
             raise ValueError(
                 f"child {child.seq_id!r} has {len(child)} tokens, parent {parent.seq_id!r} "
@@ -249,7 +259,7 @@ class BlockSpaceManager:
         holds it, else copied at the next append. ValueError when the shorter sequence would need a
         block that was dropped behind the sliding window.
         """
-        table = self._table(seq)
+        table = self._registry.on_gpu(seq)
         num_tokens = as_count("num_tokens", num_tokens)
         if num_tokens > len(seq):
             raise ValueError(f"num_tokens is {num_tokens}; sequence {seq.seq_id!r} has {len(seq)}")
@@ -283,9 +293,12 @@ class BlockSpaceManager:
         Full blocks among them become shareable; with a sliding window, blocks that no later query
         can see are given back.
         """
-        table = self.tables.get(seq.seq_id)
-        if table is None or table.seq is not seq:
-            raise self._missing(seq)
+        try:  # `on_gpu` without the call
+            table = self.tables[seq.seq_id]
+        except (KeyError, AttributeError, TypeError):
+            raise self._registry.missing(seq) from None
+        if table.seq is not seq:
+            raise self._registry.missing(seq)
         if type(num_tokens) is not int or num_tokens < 0:
             num_tokens = as_count("num_tokens", num_tokens)
         if num_tokens > table.num_tokens:
@@ -316,7 +329,7 @@ class BlockSpaceManager:
         seqs = members(seq_or_group)
         if any(seq.seq_id in self.swapped for seq in seqs):
             return False
-        tables = [self._table(seq) for seq in seqs]
+        tables = [self._registry.on_gpu(seq) for seq in seqs]
         return len(distinct_blocks(tables, self.config.block_size)) <= self.cpu.num_free
 
     def swap_out(self, seq_or_group: SequenceLike | SequenceGroup) -> Pairs:
@@ -325,7 +338,7 @@ class BlockSpaceManager:
         Published blocks stay cached. The copies come first in a step, so the GPU blocks can be
         given to others at once.
         """
-        tables = [self._table(seq) for seq in members(seq_or_group)]
+        tables = [self._registry.on_gpu(seq) for seq in members(seq_or_group)]
         num_blocks = len(distinct_blocks(tables, self.config.block_size))
         if num_blocks > self.cpu.num_free:
             raise NoFreeBlocksError(num_blocks, self.cpu.num_free, "CPU pool")
@@ -339,7 +352,7 @@ class BlockSpaceManager:
 
     def can_swap_in(self, seq_or_group: SequenceLike | SequenceGroup) -> AllocStatus:
         """As `can_allocate`, watermark included, for a group that is swapped out."""
-        tables = [self._swapped_table(seq) for seq in members(seq_or_group)]
+        tables = [self._registry.swapped_out(seq) for seq in members(seq_or_group)]
         num_blocks = len(distinct_blocks(tables, self.config.block_size))
         return self._admission.status(num_blocks, num_blocks, self.gpu.num_free)
 
@@ -348,7 +361,7 @@ class BlockSpaceManager:
 
         NoFreeBlocksError exactly when `can_swap_in` is not OK.
         """
-        tables = [self._swapped_table(seq) for seq in members(seq_or_group)]
+        tables = [self._registry.swapped_out(seq) for seq in members(seq_or_group)]
         num_blocks = len(distinct_blocks(tables, self.config.block_size))
         if self.can_swap_in(seq_or_group) is not AllocStatus.OK:
             raise NoFreeBlocksError(num_blocks, self._admission.available(self.gpu.num_free))
@@ -381,17 +394,17 @@ class BlockSpaceManager:
 
     def free(self, seq: SequenceLike) -> None:
         """Give back every block of a sequence, on the GPU or swapped out."""
-        if (table := self.tables.pop(seq.seq_id, None)) is not None:
+        table = self._registry.anywhere(seq)
+        if self.tables.pop(table.seq_id, None):
             self._retention.leave(table, table.held())
-        elif (table := self.swapped.pop(seq.seq_id, None)) is not None:
-            self.cpu.free(table.held())
         else:
-            raise self._missing(seq)
+            del self.swapped[table.seq_id]
+            self.cpu.free(table.held())
         self.history.add("free", table.seq_id, table.held())
 
     def block_table(self, seq: SequenceLike) -> list[int]:
         """The block ids of a sequence in order, ceil(len / block_size) of them."""
-        table = self._table(seq)
+        table = self._registry.on_gpu(seq)
         return table.blocks[: -(-table.num_tokens // self.config.block_size)]
 
     def build_batch(
@@ -407,9 +420,7 @@ class BlockSpaceManager:
         query_lens    q of each sequence, default 1
         context_lens  c of each sequence, default len - q
         """
-        tables = [self._table(seq) for seq in seqs]
-        if len(set(tables)) != len(tables):
-            raise ValueError("seqs names a sequence twice")
+        tables = self._registry.all_on_gpu(seqs)
         ends, counts = resolve_queries(tables, query_lens, context_lens, self.config.block_size)
         return self._batches.build(tables, ends, counts, device=device)
 
@@ -443,11 +454,6 @@ class BlockSpaceManager:
 
     # How it is done
 
-    def _check_new(self, seq: SequenceLike) -> None:
-        if seq.seq_id in self.tables or seq.seq_id in self.swapped:
-            last = self.history.last_of_sequence(seq.seq_id)
-            raise AlreadyAllocatedError(f"sequence {seq.seq_id!r} already holds blocks: {last}")
-
     def _share(self, table: BlockTable, child: SequenceLike) -> None:
         twin = table.fork(child, -(-table.num_tokens // self.config.block_size))
         if self.cache and table.chain:
@@ -459,29 +465,6 @@ class BlockSpaceManager:
         table.writable_until = table.quiet_until = twin.writable_until = 0
         self.tables[twin.seq_id] = twin
         self.history.add("fork", twin.seq_id, twin.blocks)
-
-    def _table(self, seq: SequenceLike) -> BlockTable:
-        table = self.tables.get(seq.seq_id)
-        if table is None or table.seq is not seq:
-            raise self._missing(seq)
-        return table
-
-    def _swapped_table(self, seq: SequenceLike) -> BlockTable:
-        table = self.swapped.get(seq.seq_id)
-        if table is None:
-            if seq.seq_id in self.tables:
-                raise AlreadyAllocatedError(f"sequence {seq.seq_id!r} is not swapped out")
-            raise self._missing(seq)
-        return table
-
-    def _missing(self, seq: SequenceLike) -> Exception:
-        if seq.seq_id in self.tables:
-            return ValueError(f"sequence {seq.seq_id!r} was allocated as another object")
-        if seq.seq_id in self.swapped:
-            return NotOnGpuError(f"sequence {seq.seq_id!r} is swapped out; swap it in first")
-        last = self.history.last_of_sequence(seq.seq_id)
-        known = f"; last operation: {last}" if last else ""
-        return NotAllocatedError(f"sequence {seq.seq_id!r} holds no blocks{known}")
 
     def _out_of_step(
         self, seq: SequenceLike, table: BlockTable, earlier: list[BlockTable]

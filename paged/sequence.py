@@ -5,6 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable, Iterable
 from contextlib import suppress
+from operator import index
+from reprlib import repr as shortened
 from typing import Any, Protocol
 
 
@@ -41,8 +43,9 @@ class Sequence:
         salt: Any = None,
         extra_key: Any = None,
     ) -> None:
+        _check_seq_id(seq_id)
         self.seq_id = seq_id
-        self.token_ids = checked_tokens(prompt_token_ids)
+        self.token_ids = checked_tokens(prompt_token_ids, "prompt_token_ids")
         self.salt = salt
         self.extra_key = extra_key
         self.digests: Any = None  # the manager's place for block digests: computed once, kept here
@@ -90,7 +93,7 @@ class SequenceGroup:
         priority: int = 0,
     ) -> None:
         self.request_id = request_id
-        self.seqs = list(seqs)
+        self.seqs = sequence_list("seqs", seqs)
         self.arrival_time = arrival_time
         self.priority = priority
         if not self.seqs:
@@ -105,24 +108,62 @@ class SequenceGroup:
 
 
 def members(seq_or_group: SequenceLike | SequenceGroup) -> list[SequenceLike]:
-    """The sequences of a group, or the one sequence itself."""
+    """The sequences of a group, or the one sequence itself, checked."""
     if isinstance(seq_or_group, SequenceGroup):
-        return seq_or_group.seqs
+        return sequence_list("seqs", seq_or_group.seqs)
+    check_sequence("seq_or_group", seq_or_group)
     return [seq_or_group]
+
+
+def sequence_list(name: str, seqs: Iterable[SequenceLike]) -> list[SequenceLike]:
+    """`seqs` as a list; TypeError names the first that is no sequence."""
+    seqs = as_list(name, seqs, "sequences")
+    for position, seq in enumerate(seqs):
+        if type(seq) is not Sequence:
+            check_sequence(f"{name}[{position}]", seq)
+    return seqs
+
+
+def check_sequence(name: str, seq: Any) -> None:
+    """TypeError unless `seq` is what the manager needs of a sequence."""
+    if type(seq) is not Sequence and not all(
+        hasattr(seq, member) for member in ("seq_id", "token_ids", "append_token", "__len__")
+    ):
+        raise TypeError(
+            f"{name} is {shortened(seq)}; it must be a Sequence, or an object with seq_id, "
+            f"token_ids, append_token and len()"
+        )
+    _check_seq_id(seq.seq_id)
+
+
+def _check_seq_id(seq_id: Any) -> None:
+    try:
+        hash(seq_id)
+    except TypeError:
+        raise TypeError(f"seq_id is {shortened(seq_id)}; it must be hashable") from None
+
+
+def as_list(name: str, values: Iterable[Any], content: str) -> list[Any]:
+    """`values` as a list; TypeError says that it must be one of `content`."""
+    try:
+        return list(values)
+    except TypeError:
+        raise TypeError(f"{name} is {shortened(values)}; it must be a list of {content}") from None
 
 
 def as_count(name: str, value: Any) -> int:
     """`value`, an int >= 0 of any kind but bool, as an int; errors name the argument."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} is {value!r}; it must be an int >= 0")
-    if value < 0:
+    count = value if type(value) is int else _as_int(value)
+    if count is None:
+        raise TypeError(f"{name} is {shortened(value)}; it must be an int >= 0")
+    if count < 0:
         raise ValueError(f"{name} is {value}; it must be an int >= 0")
-    return int(value)
+    return count
 
 
-def checked_tokens(tokens: Iterable[int]) -> list[int]:
+def checked_tokens(tokens: Iterable[int], name: str = "tokens") -> list[int]:
     """Tokens as a list of plain ints; TypeError or ValueError names the first that is none."""
-    tokens = list(tokens.tolist() if hasattr(tokens, "tolist") else tokens)
+    tokens = as_list(name, tokens.tolist() if hasattr(tokens, "tolist") else tokens, "ints")
     kinds = set(map(type, tokens))
     with suppress(TypeError, OverflowError):
         packed = array("i", tokens)
@@ -135,8 +176,18 @@ def checked_tokens(tokens: Iterable[int]) -> list[int]:
 
 def _check_token(token: Any, position: int) -> None:
     wanted = "tokens must be ints in [-2**31, 2**31)"
-    is_bool = isinstance(token, bool) or "bool" in str(getattr(token, "dtype", ""))
-    if is_bool or not hasattr(token, "__index__"):
+    number = _as_int(token)
+    if number is None:
         raise TypeError(f"token {token!r} at position {position} is no int; {wanted}")
-    if not -(2**31) <= int(token) < 2**31:
+    if not -(2**31) <= number < 2**31:
         raise ValueError(f"token {token!r} at position {position} is out of range; {wanted}")
+
+
+def _as_int(value: Any) -> int | None:
+    """An int of any kind but bool, numpy's and torch's included, as a plain one; else None."""
+    if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):
+        return None
+    try:
+        return index(value)
+    except TypeError:
+        return None

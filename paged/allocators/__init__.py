@@ -18,6 +18,8 @@ __all__ = [
 
 def gpu_allocator(config: CacheConfig) -> BlockAllocator:
     """The pool of GPU blocks that the settings describe; ValueError when they have no number."""
+    if not isinstance(config, CacheConfig):
+        raise TypeError(f"config is {config!r}; it must be a CacheConfig")
     if config.num_gpu_blocks is None:
         raise ValueError(
             "num_gpu_blocks of the config is None; set it, or let config.sized(free_bytes, "

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from contextlib import suppress
-from operator import length_hint
+from operator import index, length_hint
+from reprlib import repr as shortened
 
 from paged.config import check_int
 from paged.errors import NoFreeBlocksError, NotAllocatedError
+from paged.sequence import as_count
 
 
 class BlockAllocator(ABC):
@@ -34,10 +35,10 @@ class BlockAllocator(ABC):
 
     def allocate(self, n: int) -> list[int]:
         """`n` blocks with one reference each; NoFreeBlocksError when fewer are free."""
+        if type(n) is not int or n < 0:
+            n = as_count("n", n)
         if n > self.num_free:
             raise NoFreeBlocksError(n, self.num_free)
-        if n < 0:
-            raise ValueError(f"n is {n}; it must be an int >= 0")
         blocks = self._take(n)
         ref_counts = self.ref_counts
         for block in blocks:
@@ -47,9 +48,9 @@ class BlockAllocator(ABC):
 
     def share(self, blocks: Iterable[int]) -> None:
         """One more reference to each block, all of which must have one already."""
-        blocks = list(blocks)
+        blocks = _as_blocks(blocks)
         for block in blocks:
-            if self.ref_count(block) == 0:
+            if not 0 <= block < self.num_blocks or not self.ref_counts[block]:
                 raise NotAllocatedError(f"block {block} has no reference and cannot be shared")
         ref_counts = self.ref_counts
         for block in blocks:
@@ -60,19 +61,19 @@ class BlockAllocator(ABC):
 
         NotAllocatedError, and nothing is changed, when a block has not that many references.
         """
-        blocks = list(blocks)
+        blocks = blocks.copy() if type(blocks) is list else _as_blocks(blocks)
         ref_counts = self.ref_counts
         remaining = iter(blocks)
-        with suppress(IndexError, TypeError):
+        try:
             for block in remaining:  # nearly always the only reference of every block
                 if ref_counts[block] != 1 or block < 0:
-                    break
+                    raise IndexError
                 ref_counts[block] = 0
-            else:
-                self._return(blocks)
-                return
-        done = len(blocks) - 1 - length_hint(remaining)
-        self._return(blocks[:done] + self._unshare(blocks, done))
+        except (IndexError, TypeError):
+            done = len(blocks) - 1 - length_hint(remaining)
+            blocks = blocks[:done] + self._unshare(blocks, done)
+        self._give_back(blocks)
+        self.num_free += len(blocks)
 
     def _unshare(self, blocks: list[int], first: int) -> list[int]:
         """Drop the references from blocks[first] on, or all so far; returns the blocks left free."""
@@ -88,10 +89,6 @@ class BlockAllocator(ABC):
             if not self.ref_counts[block]:
                 released.append(block)
         return released
-
-    def _return(self, blocks: list[int]) -> None:
-        self._give_back(blocks)
-        self.num_free += len(blocks)
 
     def resize(self, num_blocks: int) -> dict[int, int]:
         """Make the pool larger, or smaller by moving the blocks in use that lie above its end.
@@ -112,7 +109,8 @@ class BlockAllocator(ABC):
         return moved
 
     def ref_count(self, block: int) -> int:
-        if not 0 <= block < len(self.ref_counts):
+        block = as_count("block", block)
+        if block >= self.num_blocks:
             raise ValueError(f"block is {block}; this pool has blocks 0 .. {self.num_blocks - 1}")
         return self.ref_counts[block]
 
@@ -137,3 +135,11 @@ class BlockAllocator(ABC):
     @abstractmethod
     def _move_end(self, num_blocks: int) -> None:
         """Add free blocks up to the new end of the pool, or remove those above it."""
+
+
+def _as_blocks(blocks: Iterable[int]) -> list[int]:
+    """Block ids of any kind of int, an array's included, as a list of plain ints."""
+    try:
+        return list(map(index, blocks))
+    except TypeError:
+        raise TypeError(f"blocks is {shortened(blocks)}; it must be a list of block ids") from None

@@ -56,6 +56,8 @@ class BuddyAllocator:
 
     def free(self, blocks: range) -> None:
         """Give back a run exactly as `allocate` returned it."""
+        if not isinstance(blocks, range):
+            raise TypeError(f"blocks is {blocks!r}; it must be a range that allocate returned")
         order = self._orders.get(blocks.start)
         if order is None or blocks != range(blocks.start, blocks.start + (1 << order)):
             raise NotAllocatedError(f"{blocks} is not an allocated run: freed twice, or cut?")

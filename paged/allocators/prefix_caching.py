@@ -148,10 +148,11 @@ class PrefixCachingBlockAllocator(BlockAllocator):
         parent: a block this method returned, None for the first of a chain. The block can be
         shared at once, so its content must be written before anyone reads it.
         """
+        token_ids = checked_tokens(token_ids, "token_ids")
         if len(token_ids) != self.block_size:
             raise ValueError(f"token_ids has {len(token_ids)} tokens, a block {self.block_size}")
         above = self._root if parent is None else self._immutable(parent)
-        tokens = pack(checked_tokens(token_ids))
+        tokens = pack(token_ids)
         digest = self.hasher.digest(above.digest + tokens)
         entry = self.index.find(above, digest, tokens)
         if entry is not None:
