@@ -16,7 +16,7 @@ def resolve_backend(backend: str | None, device: torch.device) -> str:
     """The backend's name for tensors on `device`; ValueError when it cannot serve them."""
     if backend is None:
         return "triton" if device.type != "cpu" and has_triton() else "torch"
-    if backend not in BACKENDS:
+    if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(f"backend must be None or one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend == "triton":
         if not has_triton():

@@ -18,6 +18,7 @@ from ._require import (
     require_bool,
     require_inference,
     require_int,
+    require_no_overlap,
     require_number,
     require_tensor,
     require_unit_stride,
@@ -59,8 +60,6 @@ def check_attention(
     _check_head_vectors(query, alibi_slopes=alibi_slopes, sinks=sinks)
     if scale is not None:
         require_number("scale", scale)
-    if softcap is not None:
-        require_number("softcap", softcap)
     _check_splits(num_splits, split_size)
     require_bool("return_lse", return_lse)
 
@@ -210,6 +209,7 @@ def _checked_out(out: Tensor | None, query: Tensor, head_dim_v: int) -> Tensor:
     axes = "[num_tokens, num_heads, head_dim_v]"
     require_tensor("out", out, (query.dtype,), axes, shape, query.device)
     require_unit_stride("out", out)
+    require_no_overlap("out", out)
     return out
 
 

@@ -6,12 +6,13 @@ ValueError for everything else. None of them reads a value off a device.
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 FLOAT32 = (torch.float32,)
+FLOAT32_MAX = torch.finfo(torch.float32).max
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 INT_DTYPES = (torch.int32, torch.int64)
 
@@ -67,20 +68,50 @@ def require_unit_stride(name: str, tensor: Tensor) -> None:
         )
 
 
+def require_no_overlap(name: str, tensor: Tensor) -> None:
+    """Every element has memory of its own, so that writing it leaves the others as they are."""
+    if tensor.is_contiguous():
+        return
+    end = 1  # of the memory that one step along the next axis must pass
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < end:
+            raise ValueError(
+                f"{name} must have elements that do not overlap, got shape {list(tensor.shape)} "
+                f"with strides {tensor.stride()}: pass {name}.contiguous()"
+            )
+        end += (size - 1) * stride
+
+
+def require_device(name: str, value: Any) -> torch.device:
+    """A device on which torch can place tensors."""
+    try:
+        device: torch.device = torch.device(value)
+        torch.empty(0, device=device)
+    except TypeError:
+        raise TypeError(f"{name} must be a torch.device or its name, got {kind(value)}") from None
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"{name} must be a device that torch has here, got {kind(value)}: {error}"
+        ) from error
+    return device
+
+
 def require_int(name: str, value: object, least: int) -> None:
     """A Python int, so that reading it never waits for a device."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int or None, got {kind(value)}")
     if value < least:
         raise ValueError(f"{name} must be >= {least}, got {value}")
+    if value >= 2**63:  # backends compute with 64 bits
+        raise ValueError(f"{name} must be < 2**63, got an int of {value.bit_length()} bits")
 
 
 def require_number(name: str, value: object) -> None:
-    """A finite Python number."""
+    """A Python number, finite in the float32 that backends compute with."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a float or None, got {kind(value)}")
-    if not math.isfinite(value):
-        raise ValueError(f"{name} must be finite, got {value}")
+    if not -FLOAT32_MAX <= value <= FLOAT32_MAX:
+        raise ValueError(f"{name} must be finite in float32, got {value}")
 
 
 def require_bool(name: str, value: object) -> None:

@@ -70,11 +70,14 @@ def _check_query_lens(call: AttentionCall) -> Tensor:
             f"cu_seqlens_q must start at 0 and end at most at the {num_tokens} rows of query, "
             f"got {int(starts[0])} .. {int(starts[-1])}"
         )
+    mask, limit = call.draft_mask, "max_query_len"
+    if mask is not None and mask.shape[1] == call.max_query_len:
+        limit = f"draft_mask of shape {list(mask.shape)}"
     _refuse_first(
         (query_lens < 0) | (query_lens > call.max_query_len),
         query_lens,
         "the differences of cu_seqlens_q",
-        f"in 0..{call.max_query_len}, what max_query_len allows",
+        f"in 0..{call.max_query_len}, what {limit} allows",
     )
     return query_lens
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ._quantise import FP8_DTYPES, QUANTISED_DTYPES
-from ._require import FLOAT_DTYPES, dtype_name
+from ._require import FLOAT_DTYPES, dtype_name, kind, require_device
 from .api import paged_attention, reshape_and_cache
 from .blocks import Pairs, copy_blocks, swap_blocks
 
@@ -48,7 +48,7 @@ class KVCache:
             num_kv_heads]`, which `write` fills.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong kind, size or dtype.
+        TypeError, ValueError: an argument of the wrong kind, size or dtype; no such device.
     """
 
     def __init__(
@@ -77,7 +77,8 @@ class KVCache:
             raise TypeError(f"dtype must be a torch.dtype among {wanted}, got {dtype!r}")
         self.num_layers, self.num_blocks, self.block_size = num_layers, num_blocks, block_size
         self.num_kv_heads, self.head_dim, self.head_dim_v = num_kv_heads, head_dim, head_dim_v
-        self.num_cpu_blocks, self.dtype, self.device = num_cpu_blocks, dtype, torch.device(device)
+        self.num_cpu_blocks, self.dtype = num_cpu_blocks, dtype
+        self.device = require_device("device", device)
 
         self._pool = self._allocate(num_blocks, self.device)
         self._cpu_pool = self._allocate(num_cpu_blocks, torch.device("cpu"))
@@ -96,6 +97,7 @@ class KVCache:
         self, layer: int, key: Tensor, value: Tensor, batch: Batch, *, backend: str | None = None
     ) -> None:
         """Store the new tokens of `batch`, as `reshape_and_cache` does."""
+        self._check(layer, batch, "slot_mapping")
         reshape_and_cache(
             key,
             value,
@@ -111,6 +113,7 @@ class KVCache:
         self, layer: int, query: Tensor, batch: Batch, **options: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend as `paged_attention` does, which also documents the options."""
+        self._check(layer, batch, "block_table")
         return paged_attention(
             query,
             self.key[layer],
@@ -152,6 +155,14 @@ class KVCache:
             f"{self.num_kv_heads} KV heads x {dims}, {dtype_name(self.dtype)} on {self.device}: "
             f"{self.nbytes / 2**20:,.1f} MiB; {self.num_cpu_blocks} CPU blocks)"
         )
+
+    def _check(self, layer: int, batch: Batch, field: str) -> None:
+        """A layer of this cache, counted from 0, and a batch that has the field read first."""
+        if type(layer) is not int or not 0 <= layer < self.num_layers:
+            _require_size("layer", layer, 0)
+            raise ValueError(f"layer must be < num_layers {self.num_layers}, got {layer}")
+        if not hasattr(batch, field):
+            raise TypeError(f"batch must have the field {field}, got {kind(batch)}")
 
     def _allocate(self, num_blocks: int, device: torch.device) -> list[Tensor]:
         """K, V, and for int8 their scale planes, each with the layer as dim 0."""

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ._require import require_int, require_number
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -19,13 +21,12 @@ class Variant:
     def __post_init__(self) -> None:
         if not isinstance(self.causal, bool):
             raise TypeError(f"causal must be a bool, got {self.causal!r}")
-        window = self.sliding_window
-        if window is not None and (isinstance(window, bool) or not isinstance(window, int)):
-            raise TypeError(f"sliding_window must be an int or None, got {window!r}")
-        if window is not None and window < 1:
-            raise ValueError(f"sliding_window must be >= 1 or None, got {window}")
-        if self.softcap is not None and not 0 < self.softcap < float("inf"):
-            raise ValueError(f"softcap must be finite and > 0 or None, got {self.softcap!r}")
+        if self.sliding_window is not None:
+            require_int("sliding_window", self.sliding_window, 1)
+        if self.softcap is not None:
+            require_number("softcap", self.softcap)
+            if self.softcap <= 0:
+                raise ValueError(f"softcap must be > 0 or None, got {self.softcap}")
 
 
 @dataclass(frozen=True)
