@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paged import BlockSpaceManager, CacheConfig, Sequence
+from paged import Batch, BlockSpaceManager, CacheConfig, Sequence
 
 
 def constant_hash(data: bytes) -> bytes:
@@ -78,3 +78,20 @@ def refused(
         yield caught
     assert manager.snapshot() == before
     manager.check_invariants()
+
+
+def check_rows(
+    manager: BlockSpaceManager, batch: Batch, rows: list[Sequence], context_lens: list[int]
+) -> None:
+    """A decode batch says what the tables say, entries behind a window apart."""
+    bs = manager.config.block_size
+    assert batch.seq_lens.tolist() == [c + 1 for c in context_lens]
+    assert batch.cu_seqlens_q.tolist() == list(range(len(rows) + 1))
+    assert batch.slot_mapping.tolist() == [
+        manager.block_table(seq)[c // bs] * bs + c % bs
+        for seq, c in zip(rows, context_lens, strict=True)
+    ]
+    for row, seq in zip(batch.block_table.tolist(), rows, strict=True):
+        table = manager.block_table(seq)
+        seen = [k for k, block in enumerate(table) if block >= 0]
+        assert [row[k] for k in seen] == [table[k] for k in seen]
