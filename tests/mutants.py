@@ -190,8 +190,8 @@ MUTANTS = [
     Mutant(
         "the output is not rescaled",
         "_tile.py",
-        "acc * alpha[:, None], input_precision",
-        "acc, input_precision",
+        "acc *= alpha[:, None]",
+        "acc *= 1.0",
         MATRIX,
     ),
     Mutant(
@@ -326,7 +326,7 @@ MUTANTS = [
     Mutant(
         "values are read without their scale",
         "_tile.py",
-        "p *= v_scale[None, :]",
+        "p *= (v_scale / top)[None, :]",
         "p *= 1.0",
         MATRIX,
     ),

@@ -98,9 +98,14 @@ def online_softmax(state, s, v, v_scale):
     alpha = tl.exp2(m - pivot)
     p = tl.exp2(s - pivot[:, None])
     l = l * alpha + tl.sum(p, 1)
-    if v_scale is not None:
-        p *= v_scale[None, :]
-    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+    acc *= alpha[:, None]
+    if v_scale is None:
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+    else:  # relative to the largest, so that small scales do not make float16 weights vanish
+        top = tl.max(v_scale, 0)
+        top = tl.where(top > 0, top, 1.0)
+        p *= (v_scale / top)[None, :]
+        acc += top * tl.dot(p.to(v.dtype), v, input_precision="ieee")
     return acc, m_new, l
 
 
