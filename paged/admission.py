@@ -43,7 +43,7 @@ class Admission:
         """For sequences of equal tokens, which share their blocks. ValueError when they differ."""
         first = seqs[0]
         for other in seqs[1:]:
-            if other.token_ids != first.token_ids:
+            if list(other.token_ids) != list(first.token_ids):
                 raise ValueError(
                     f"sequences {first.seq_id!r} and {other.seq_id!r} of a group differ in tokens"
                 )

@@ -32,6 +32,7 @@ from .sequence import (
     as_count,
     check_sequence,
     checked_tokens,
+    cut_tokens,
     members,
     sequence_list,
 )
@@ -191,6 +192,7 @@ class BlockSpaceManager:
         tables: list[BlockTable] = []
         seq_lens: list[int] = []
         attention: list[BlockTable] = []  # at a block boundary, mostly: one in block_size
+        foreign: list[tuple[SequenceLike, int]] = []
         try:
             for seq, token in zip(seqs, tokens, strict=True):
                 table = find(seq.seq_id)
@@ -202,7 +204,7 @@ class BlockSpaceManager:
                 if type(seq) is Sequence:
                     token_ids.append(token)  # as append_token does with a token that is checked
                 else:
-                    seq.append_token(token)
+                    foreign.append((seq, token))
                 tables.append(table)
                 seq_lens.append(num_tokens + 1)
                 if num_tokens < table.quiet_until:
@@ -217,10 +219,13 @@ class BlockSpaceManager:
                 if table.num_tokens >= table.writable_until
             ]
             needed = self._growth.reserve(wanted, attention)
+            for seq, token in foreign:  # last: who knows whether it can be undone
+                seq.append_token(token)
         except BaseException:
-            for seq, table in zip(seqs, tables, strict=False):
-                table.num_tokens -= table.num_tokens == len(seq.token_ids)  # counted up already
-                del seq.token_ids[-1:]
+            for seq, table, seq_len in zip(seqs, tables, seq_lens, strict=False):
+                table.num_tokens = seq_len - 1
+                if len(seq.token_ids) == seq_len:
+                    del seq.token_ids[-1:]
             sequence_list("seqs", seqs)  # a better error when one of them is no sequence
             raise
 
@@ -271,7 +276,7 @@ class BlockSpaceManager:
                 f"num_tokens is {num_tokens}; sequence {seq.seq_id!r} would need a block that was "
                 f"dropped: its first {table.num_dropped * block_size} tokens are behind the window"
             )
-        del seq.token_ids[num_tokens:]
+        cut_tokens(seq, num_tokens)
         num_computed = min(table.num_computed, num_tokens)
         table.num_tokens = min(table.num_tokens, num_tokens)
         table.num_computed = num_computed

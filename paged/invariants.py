@@ -134,7 +134,7 @@ def _check_content(manager: BlockSpaceManager, tables: dict[Any, BlockTable]) ->
     for table in tables.values():
         for index in range(table.num_dropped, len(table.blocks)):
             block, first = table.blocks[index], index * block_size
-            tokens = table.seq.token_ids[first : min(first + block_size, table.num_tokens)]
+            tokens = list(table.seq.token_ids[first : min(first + block_size, table.num_tokens)])
             other, other_index, other_tokens = seen.setdefault(block, (table, index, tokens))
             both = min(len(tokens), len(other_tokens))
             if index != other_index or tokens[:both] != other_tokens[:both]:

@@ -143,6 +143,17 @@ def _check_seq_id(seq_id: Any) -> None:
         raise TypeError(f"seq_id is {shortened(seq_id)}; it must be hashable") from None
 
 
+def cut_tokens(seq: SequenceLike, num_tokens: int) -> None:
+    """Forget all tokens after the first ones; TypeError when `token_ids` is no list to cut."""
+    with suppress(TypeError, ValueError):
+        del seq.token_ids[num_tokens:]
+    if len(seq) != num_tokens:
+        raise TypeError(
+            f"token_ids of sequence {seq.seq_id!r} is {shortened(seq.token_ids)}; to be trimmed it "
+            f"must be one list, not a copy on each access or another kind"
+        )
+
+
 def as_list(name: str, values: Iterable[Any], content: str) -> list[Any]:
     """`values` as a list; TypeError says that it must be one of `content`."""
     try:

@@ -11,6 +11,7 @@ from paged import (
     BlockSpaceManager,
     BuddyAllocator,
     NaiveBlockAllocator,
+    NoFreeBlocksError,
     NotAllocatedError,
     PrefixCachingBlockAllocator,
     Sequence,
@@ -194,6 +195,82 @@ def test_the_tokens_of_a_step_are_a_list(manager):
     for wrong in (None, 5):
         match = f"^tokens is {wrong}; it must be a list of ints"
         assert_refused(manager, TypeError, match, lambda wrong=wrong: manager.step([a], wrong))
+
+
+# --- token_ids of other kinds --------------------------------------------------------------------
+
+
+class Joined(Sequence):
+    """Its tokens are put together anew on each access."""
+
+    def __init__(self, seq_id, tokens):
+        super().__init__(seq_id, ())
+        self.prompt, self.output = list(tokens), []
+
+    @property
+    def token_ids(self):
+        return self.prompt + self.output
+
+    @token_ids.setter
+    def token_ids(self, tokens):
+        self.prompt, self.output = list(tokens), []
+
+    def append_token(self, token):
+        self.output.append(token)
+
+
+class Frozen(Sequence):
+    """Its tokens are a tuple."""
+
+    def __init__(self, seq_id, tokens):
+        super().__init__(seq_id, tokens)
+        self.token_ids = tuple(self.token_ids)
+
+    def append_token(self, token):
+        self.token_ids = (*self.token_ids, token)
+
+
+class Array(Sequence):
+    """Its tokens are a numpy array."""
+
+    def __init__(self, seq_id, tokens):
+        super().__init__(seq_id, tokens)
+        self.token_ids = np.array(self.token_ids)
+
+    def append_token(self, token):
+        self.token_ids = np.append(self.token_ids, token)
+
+
+@pytest.fixture(params=[Joined, Frozen, Array])
+def other_kind(request):
+    return request.param
+
+
+def test_a_refused_step_leaves_tokens_of_any_kind_as_they_were(other_kind):
+    manager = make_manager(3, enable_prefix_caching=False)
+    plain, other = Sequence("plain", [1, 2]), other_kind("other", [1, 2, 3, 4])
+    for seq in (plain, other):
+        manager.allocate(seq)
+    manager.append_slots(plain, num_lookahead_slots=6)  # the last block
+    assert_refused(
+        manager, NoFreeBlocksError, "blocks needed", lambda: manager.step([plain, other], [7, 8])
+    )
+    manager.free(plain)
+    manager.step([other], [8])
+    assert list(other.token_ids) == [1, 2, 3, 4, 8]
+
+
+def test_tokens_that_cannot_be_cut_are_named_by_trim(manager, other_kind):
+    seq = other_kind("a", [1, 2, 3, 4, 5])
+    manager.allocate(seq)
+    match = r"^token_ids of sequence 'a' is .*; to be trimmed it must be one list"
+    assert_refused(manager, TypeError, match, lambda: manager.trim(seq, 2))
+
+
+def test_tokens_of_different_kinds_share_blocks(manager, other_kind):
+    manager.allocate(SequenceGroup("g", [Sequence("a", [1, 2, 3]), other_kind("b", [1, 2, 3])]))
+    manager.check_invariants()
+    assert manager.stats().gpu.num_used == 1
 
 
 # --- devices -------------------------------------------------------------------------------------
