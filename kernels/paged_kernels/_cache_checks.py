@@ -13,6 +13,7 @@ from ._require import (
     FLOAT_DTYPES,
     dtype_name,
     kind,
+    require_inference,
     require_number,
     require_tensor,
     require_unit_stride,
@@ -61,6 +62,7 @@ def checked_scale(
                 f"with a {dtype_name(dtype)} cache"
             )
         return None
+    require_inference(**{name: scale})
     if dtype == torch.int8:
         axes = "[num_blocks, block_size, num_kv_heads]"
         if scale is None:

@@ -55,7 +55,7 @@ def check_attention(
 ) -> tuple[AttentionCall, str]:
     """The validated call of `paged_attention`, its outputs allocated, and the name of its backend."""
     backend = _check_query_and_caches(query, key_cache, value_cache, backend)
-    require_inference(query=query, key_cache=key_cache, value_cache=value_cache, sinks=sinks)
+    require_inference(query=query, key_cache=key_cache, value_cache=value_cache)
     _check_lengths(query, block_table, seq_lens, cu_seqlens_q)
     _check_head_vectors(query, alibi_slopes=alibi_slopes, sinks=sinks)
     if scale is not None:
@@ -192,6 +192,7 @@ def _check_head_vectors(query: Tensor, **vectors: Tensor | None) -> None:
         if vector is not None:
             axes, num_heads = "[num_heads]", query.shape[1]
             require_vector(name, vector, FLOAT32, axes, num_heads, query.device)
+            require_inference(**{name: vector})
 
 
 def _bound(name: str, hint: int | None, least: int, most: int) -> int:
@@ -210,6 +211,7 @@ def _checked_out(out: Tensor | None, query: Tensor, head_dim_v: int) -> Tensor:
     require_tensor("out", out, (query.dtype,), axes, shape, query.device)
     require_unit_stride("out", out)
     require_no_overlap("out", out)
+    require_inference(out=out)
     return out
 
 

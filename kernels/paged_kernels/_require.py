@@ -120,7 +120,7 @@ def require_bool(name: str, value: object) -> None:
         raise TypeError(f"{name} must be a bool, got {kind(value)}")
 
 
-def require_inference(**tensors: Tensor | None) -> None:
+def require_inference(**tensors: object) -> None:
     """There is no backward pass, so a tensor that expects one is refused while grad mode is on."""
     if torch.is_grad_enabled():
         for name, tensor in tensors.items():

@@ -103,3 +103,18 @@ def test_a_cache_names_what_is_no_batch():
         cache.write(0, rows, rows, None)
     with pytest.raises(TypeError, match=r"^batch must have the field \w+, got None"):
         cache.attend(0, rows, None)
+
+
+@pytest.mark.parametrize("name", ["alibi_slopes", "sinks", "out"])
+def test_a_tensor_that_expects_a_gradient_is_refused_by_name(name):
+    shape = (5, 4, 8) if name == "out" else (4,)
+    with pytest.raises(ValueError, match=rf"^{name} must not require grad"):
+        attend(**{name: torch.zeros(shape, requires_grad=True)})
+
+
+def test_a_scale_that_expects_a_gradient_is_refused_by_name():
+    batch = make_batch([5], head_dim=8)
+    stored = batch.key_cache.to(torch.float8_e5m2), batch.value_cache.to(torch.float8_e5m2)
+    scale = torch.ones(batch.key_cache.shape[2], requires_grad=True)
+    with pytest.raises(ValueError, match=r"^v_scale must not require grad"):
+        paged_attention(batch.query, *stored, batch.block_table, batch.seq_lens, v_scale=scale)
