@@ -27,6 +27,8 @@ class Variant:
             require_number("softcap", self.softcap)
             if self.softcap <= 0:
                 raise ValueError(f"softcap must be > 0 or None, got {self.softcap}")
+            # 30 and 30.0 are one kernel, and 2**70 is a number that kernels take
+            object.__setattr__(self, "softcap", float(self.softcap))
 
 
 @dataclass(frozen=True)

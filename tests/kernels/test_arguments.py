@@ -50,6 +50,12 @@ def test_a_number_that_float32_cannot_hold_is_refused_by_name(name, value):
         attend(**{name: value})
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_softcap_may_be_an_int_of_any_size(backend):
+    torch.testing.assert_close(attend(softcap=2**70, backend=backend), attend(softcap=float(2**70)))
+    assert torch.equal(attend(softcap=2, backend=backend), attend(softcap=2.0, backend=backend))
+
+
 @pytest.mark.parametrize(
     ("softcap", "error"), [("x", TypeError), (True, TypeError), (0, ValueError)]
 )
