@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .errors import InvariantError
 from .journal import Replay
@@ -40,11 +40,12 @@ def run(args: argparse.Namespace) -> int:
     manager = replay.manager
     frames: deque[list[int]] = deque(maxlen=args.frames)
     numbers: deque[int] = deque(maxlen=args.frames)
+    known: dict[Any, int] = {}
     where, problem = "no call", None
     for number, call, differs in tqdm(replay, total=len(replay), unit="call", file=sys.stderr):
         where = f"line {number}: {call}"
         numbers.append(number)
-        frames.append(owners(manager))
+        frames.append(owners(manager, known))
         problem = differs and f"outcome {differs}"
         try:
             manager.check_invariants()
@@ -55,37 +56,41 @@ def run(args: argparse.Namespace) -> int:
     print(where)
     print(problem or f"{len(replay)} calls, every invariant held")
     print(manager)
-    print(text_map(manager))
+    print(text_map(manager, known))
     if args.picture and frames:
         _draw(list(frames), list(numbers), problem, args.picture)
         print(f"block map: {args.picture}")
     return 1 if problem else 0
 
 
-def owners(manager: BlockSpaceManager) -> list[int]:
-    """For each GPU block the number of its sequence in `manager.tables`, or a state.
+def owners(manager: BlockSpaceManager, numbers: dict[Any, int]) -> list[int]:
+    """For each GPU block the number of its sequence, or a state.
 
-    It trusts nothing but the tables, so that it can also show a broken manager.
+    `numbers` keeps the number of each seq_id from picture to picture; new ones are added. It trusts
+    nothing but the tables, so that it can also show a broken manager.
     """
     frame = [FREE] * manager.gpu.num_blocks
     if manager.cache:
         for block in manager.cache.cached_blocks():
             frame[block] = CACHED
-    for number, table in enumerate(manager.tables.values()):
+    for table in manager.tables.values():
+        number = numbers.setdefault(table.seq_id, len(numbers))
         for block in table.held():
             if 0 <= block < len(frame):
-                frame[block] = SHARED if frame[block] in (*range(number), SHARED) else number
+                taken = frame[block] not in (FREE, CACHED, number)
+                frame[block] = SHARED if taken else number
     return frame
 
 
-def text_map(manager: BlockSpaceManager) -> str:
+def text_map(manager: BlockSpaceManager, numbers: dict[Any, int]) -> str:
     """The GPU pool as text: one character per block, and who each letter is."""
     letters = dict(enumerate(_LETTERS)) | {FREE: ".", CACHED: "c", SHARED: "*"}
-    marks = "".join(letters.get(owner, "+") for owner in owners(manager))
+    marks = "".join(letters.get(owner, "+") for owner in owners(manager, numbers))
     lines = [f"{at:8} {marks[at : at + _LINE]}" for at in range(0, len(marks), _LINE)]
     names = [
-        f"{letters.get(number, '+')} {table.seq_id!r}: {table.num_tokens} tokens in {table.blocks}"
-        for number, table in enumerate(manager.tables.values())
+        f"{letters.get(numbers[table.seq_id], '+')} {table.seq_id!r}: {table.num_tokens} tokens"
+        f" in {table.blocks}"
+        for table in manager.tables.values()
     ]
     return "\n".join([*lines, ". free, c cached, * shared, + further sequences", *names])
 

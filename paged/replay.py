@@ -101,6 +101,8 @@ def device_wait(device: str) -> Callable[[], None]:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ReplayError(f"device {device!r} is not at hand: {reason}") from error
+    if kind not in ("cpu", "cuda"):
+        raise ReplayError(f"device is {device!r}; it must be cpu or a cuda device")
     return torch.cuda.synchronize if kind == "cuda" else lambda: None
 
 

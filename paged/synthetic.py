@@ -43,7 +43,13 @@ class SyntheticModel:
 
         self.config, self.clock = config, clock
         self.cache = _make_cache(config, num_blocks)
-        self.layers = _make_layers(config, like=self.cache.key[0])
+        try:
+            self.layers = _make_layers(config, like=self.cache.key[0])
+        except (RuntimeError, MemoryError) as error:
+            raise ReplayError(
+                f"no memory for the vectors of {ROWS:,} stand-in tokens:"
+                " lower heads, kv_heads, head_dim or layers"
+            ) from error
         self.rng = np.random.default_rng(config.seed)
         self.rows_checked = 0
         self.max_error = self.max_error_dense = 0.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from functools import cache
-from importlib.util import find_spec
 from types import ModuleType
 
 import torch
@@ -57,5 +56,9 @@ def _interpreting() -> bool:
 
 @cache
 def has_triton() -> bool:
-    """Whether triton is installed; it is not imported to find out."""
-    return find_spec("triton") is not None
+    """Whether triton can be imported."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True

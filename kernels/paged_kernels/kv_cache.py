@@ -163,6 +163,11 @@ class KVCache:
             raise ValueError(f"layer must be < num_layers {self.num_layers}, got {layer}")
         if not hasattr(batch, field):
             raise TypeError(f"batch must have the field {field}, got {kind(batch)}")
+        block_size = getattr(batch, "block_size", self.block_size)
+        if block_size != self.block_size:
+            raise ValueError(
+                f"batch must have the block_size of the cache, {self.block_size}, got {block_size}"
+            )
 
     def _allocate(self, num_blocks: int, device: torch.device) -> list[Tensor]:
         """K, V, and for int8 their scale planes, each with the layer as dim 0."""

@@ -132,7 +132,7 @@ def _plan_decode(call: AttentionCall, tile: Tile, first_key: int) -> list[Launch
 
 
 def _plan_cascade(call: AttentionCall, tiles: Tiles, shared: int) -> list[Launch]:
-    """All queries over the first `shared` keys, read once through row 0; the rest; then a merge."""
+    """All queries over the first `shared` keys, read once; over the rest; then a merge."""
     num_tokens, tile = call.query.shape[0], tiles[1]
     query_tiles = num_tokens // _tokens(call, tile) + 1
     num_splits = _choose_splits(call, query_tiles, shared, tile)
@@ -143,7 +143,10 @@ def _plan_cascade(call: AttentionCall, tiles: Tiles, shared: int) -> list[Launch
         cu_seqlens_q = torch.arange(2, dtype=torch.int32, device=out.device) * num_tokens
     else:
         cu_seqlens_q = call.cu_seqlens_q[:: call.seq_lens.shape[0]].contiguous()
+    # a padded row 0 has no entries; the longest sequence has them all, and no sync finds it
+    longest = call.seq_lens.argmax().view(1)
     prefix = call._replace(
+        block_table=call.block_table.index_select(0, longest),
         seq_lens=torch.full_like(call.seq_lens[:1], shared),
         cu_seqlens_q=cu_seqlens_q,
         variant=Variant(causal=False, softcap=call.variant.softcap),

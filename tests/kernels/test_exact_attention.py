@@ -305,3 +305,19 @@ def test_a_draft_mask_may_have_any_strides(backend):
     turned = mask.transpose(1, 2).contiguous().transpose(1, 2)
     want = batch.attend(backend=backend, draft_mask=mask)
     torch.testing.assert_close(batch.attend(backend=backend, draft_mask=turned), want)
+
+
+@pytest.mark.parametrize("prefix", [16, 128])
+def test_a_padded_first_row_has_no_part_in_a_promised_prefix(backend, prefix):
+    batch = make_batch(
+        [prefix + 20, prefix + 9], [1, 3], num_heads=4, num_kv_heads=2, shared_blocks=prefix // 16
+    )
+    want = batch.attend(backend="reference")
+    padded = {
+        "block_table": torch.cat([torch.full_like(batch.block_table[:1], 1), batch.block_table]),
+        "seq_lens": torch.cat([torch.zeros_like(batch.seq_lens[:1]), batch.seq_lens]),
+        "cu_seqlens_q": torch.tensor([0, 0, 1, 4], dtype=torch.int32),
+    }
+    arguments = {**batch.arguments(), **padded, "common_prefix_len": prefix}
+    got = paged_attention(**{**arguments, "backend": backend})
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-6)
