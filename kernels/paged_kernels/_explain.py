@@ -156,7 +156,7 @@ def _roofline(cost: Costs, call: AttentionCall) -> list[str]:
     rates = f"{cost.bytes / moving / 1e12:.4g} TB/s"
     if cost.flops:
         rates += f" and {cost.flops / computing / 1e12:.4g} TFLOP/s"
-    time = f"{max(moving, computing) * 1e6:.1f} us"
+    time = f"{max(moving, computing) * 1e6:.3g} us"
     return [*lines, f"time: at least {time} on {name} at {rates}, bound by {bound}"]
 
 
