@@ -47,14 +47,18 @@ def test_a_block_copied_to_itself_stays_and_costs_nothing(monkeypatch):
 
 @pytest.mark.parametrize("pairs", [[], torch.empty(0, 2, dtype=torch.int64)])
 def test_no_pairs_is_no_work(monkeypatch, pairs):
-    monkeypatch.setattr(blocks, "_move", None)
-    copy_blocks([numbered(3, 2)], pairs)
-    swap_blocks([numbered(3, 2)], [numbered(3, 2)], pairs)
+    monkeypatch.setattr(blocks, "_move", None)  # calling it would fail
+    caches = [numbered(3, 2), numbered(3, 2), numbered(3, 2)]
+    copy_blocks(caches[:1], pairs)
+    swap_blocks(caches[1:2], caches[2:], pairs)
+    assert [content(cache) for cache in caches] == [[0, 1, 2]] * 3
 
 
-def test_no_caches_is_no_work():
+def test_no_caches_take_no_pairs():
     copy_blocks([], [])
     swap_blocks([], [], [])
+    with pytest.raises(ValueError, match="pairs must name a source block"):
+        copy_blocks([], [(0, 1)])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
