@@ -38,6 +38,9 @@ TAKES_A_SEQUENCE = {
 class HalfASequence:
     seq_id = "half"
 
+    def __repr__(self):
+        return "HalfASequence()"
+
 
 class Unhashable(Sequence):
     """A sequence whose name was replaced after it was made."""
