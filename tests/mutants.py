@@ -176,8 +176,8 @@ MUTANTS = [
     Mutant(
         "rows that saw nothing yet turn NaN",
         "_tile.py",
-        'pivot = tl.where(m_new == float("-inf"), 0.0, m_new)',
-        "pivot = m_new",
+        'pivot = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing',
+        "pivot = m_new  # nothing",
         f"{EXACT}::test_causal_rows_before_the_sequence_see_nothing",
     ),
     Mutant(

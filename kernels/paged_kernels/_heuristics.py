@@ -135,7 +135,7 @@ def choose_tile(prefill: bool, dims: Dims, itemsize: int, quantised: bool, devic
         m, n, buffers = rows, max(16, min(128, 1 << (keys.bit_length() - 1))), 2
         num_warps = 2 if rows * width <= 16 * 128 else 4 if rows * width <= 64 * 128 else 8
         if quantised:  # converting takes registers
-            n, num_warps = min(n, max(32, min(64, width))), max(4, num_warps)
+            n, num_warps = min(n, 64 if width >= 128 else 32), max(4, num_warps)
     if family == "hip":
         buffers = 0
     # On a smaller device, fewer buffers first and then fewer keys.
