@@ -62,9 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     new = torch.zeros(64, 8, 128, dtype=torch.bfloat16)
     slots = torch.arange(64)
     calls = {
-        "decode": decode(),
-        "decode into out": decode(out=out),
-        "split decode (two launches)": decode(num_splits=4),
+        "decode": decode(num_splits=1),
+        "decode into out": decode(num_splits=1, out=out),
+        "split decode (two launches)": decode(),
         "reshape_and_cache": lambda: reshape_and_cache(
             new, new, batch.key_cache, batch.value_cache, slots, backend="triton"
         ),

@@ -175,11 +175,12 @@ def choose_num_splits(
     slots = device.num_sms * max(1, min(4, device.shared_memory // tile.shared_memory))
     most = max(1, max_keys // (max(4, group_size) * tile.n))
     one_wave = max(1, slots // max(1, programs))
-
-    def efficiency(splits: int) -> float:
+    best, most_efficient = 1, 0.0
+    for splits in range(min(one_wave, most), min(one_wave + 3, most) + 1):
         waves = programs * splits / slots
-        return waves / max(1, ceil(waves))
-
-    candidates = [min(splits, most) for splits in range(one_wave, one_wave + 4)]
-    full = (splits for splits in candidates if efficiency(splits) >= 0.85)
-    return next(full, max(candidates, key=efficiency))
+        efficiency = waves / max(1, ceil(waves))
+        if efficiency >= 0.85:
+            return splits
+        if efficiency > most_efficient:
+            best, most_efficient = splits, efficiency
+    return best
