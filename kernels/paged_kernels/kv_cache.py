@@ -80,18 +80,15 @@ class KVCache:
         self.num_cpu_blocks, self.dtype = num_cpu_blocks, dtype
         self.device = require_device("device", device)
 
-        self._pool = self._allocate(num_blocks, self.device)
         self._cpu_pool = self._allocate(num_cpu_blocks, torch.device("cpu"))
-        self.key, self.value = (tuple(x.unbind()) for x in self._pool[:2])
         self.k_scale: tuple[Tensor | None, ...]
         self.v_scale: tuple[Tensor | None, ...]
-        if dtype == torch.int8:
-            self.k_scale, self.v_scale = (tuple(x.unbind()) for x in self._pool[2:])
-        elif dtype in FP8_DTYPES:
+        if dtype in FP8_DTYPES:
             ones = torch.ones(2, num_layers, num_kv_heads, device=self.device)
             self.k_scale, self.v_scale = (tuple(x.unbind()) for x in ones)
         else:
             self.k_scale = self.v_scale = (None,) * num_layers
+        self._use(self._allocate(num_blocks, self.device))
 
     def write(
         self, layer: int, key: Tensor, value: Tensor, batch: Batch, *, backend: str | None = None
@@ -156,6 +153,22 @@ class KVCache:
             f"{self.nbytes / 2**20:,.1f} MiB; {self.num_cpu_blocks} CPU blocks)"
         )
 
+    def resize(self, num_blocks: int, pairs: Pairs = ()) -> None:
+        """Make the pool larger, or smaller to give memory back. Both pools are held meanwhile.
+
+        Args:
+            num_blocks: the new size; blocks below it keep their K, V and scales.
+            pairs: what the manager's `resize` returned: blocks in use that move down first.
+        """
+        _require_size("num_blocks", num_blocks, 1)
+        pool = self._allocate(num_blocks, self.device)
+        self.copy_blocks(pairs)
+        kept = min(num_blocks, self.num_blocks)
+        for new, old in zip(pool, self._pool, strict=True):
+            new[:, :kept].copy_(old[:, :kept])
+        self._use(pool)
+        self.num_blocks = num_blocks
+
     def _check(self, layer: int, batch: Batch, field: str) -> None:
         """A layer of this cache, counted from 0, and a batch that has the field read first."""
         if type(layer) is not int or not 0 <= layer < self.num_layers:
@@ -168,6 +181,12 @@ class KVCache:
             raise ValueError(
                 f"batch must have the block_size of the cache, {self.block_size}, got {block_size}"
             )
+
+    def _use(self, pool: list[Tensor]) -> None:
+        self._pool = pool
+        self.key, self.value = (tuple(x.unbind()) for x in pool[:2])
+        if self.dtype == torch.int8:
+            self.k_scale, self.v_scale = (tuple(x.unbind()) for x in pool[2:])
 
     def _allocate(self, num_blocks: int, device: torch.device) -> list[Tensor]:
         """K, V, and for int8 their scale planes, each with the layer as dim 0."""

@@ -5,6 +5,8 @@ import torch
 from paged_kernels.kv_cache import KVCache
 from paged_kernels.testing import make_batch
 
+from paged import BlockSpaceManager, CacheConfig, Sequence
+
 SIZES = {"num_layers": 3, "num_blocks": 8, "block_size": 4, "num_kv_heads": 2, "head_dim": 16}
 QUANTISED = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]
 
@@ -204,3 +206,29 @@ def test_wrong_sizes_are_refused_by_name(name, value, error):
 def test_dtypes_that_no_kernel_reads_are_refused(dtype):
     with pytest.raises(TypeError, match=r"^dtype must be"):
         make_cache(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e5m2, torch.int8])
+def test_resizing_moves_live_blocks_and_keeps_their_bytes(dtype):
+    cache = KVCache(2, 8, 4, 2, 16, dtype=dtype, device="cpu")
+    manager = BlockSpaceManager(CacheConfig(block_size=4, num_gpu_blocks=8, watermark=0.0))
+    first, last = Sequence("first", range(16)), Sequence("last", range(100, 108))
+    manager.allocate(first)
+    manager.allocate(last)
+    batch = manager.build_batch([last], query_lens=[8])
+    rows = torch.randn(8, 2, 16)
+    cache.write(1, rows, rows, batch)
+    query = torch.randn(8, 4, 16)
+    want = cache.attend(1, query, batch)
+    manager.free(first)
+
+    before = cache.nbytes
+    cache.resize(3, manager.resize(3))
+    assert cache.num_blocks == 3
+    assert cache.nbytes < before
+    assert torch.equal(cache.attend(1, query, manager.build_batch([last], query_lens=[8])), want)
+    cache.resize(20, manager.resize(20))
+    assert torch.equal(cache.attend(1, query, manager.build_batch([last], query_lens=[8])), want)
+    with pytest.raises(ValueError, match="num_blocks must be >= 1, got 0"):
+        cache.resize(0)
+    assert cache.num_blocks == 20
