@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import InvariantError
 from .journal import Replay
+from .plots import CACHED, FREE, SHARED
 
 if TYPE_CHECKING:
     from .block_manager import BlockSpaceManager
 
-FREE, CACHED, SHARED = -1, -2, -3  # as `plots.block_map` takes them
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabdefghijklmnopqrstuvwxyz"  # without c: cached
 _LINE = 64
 

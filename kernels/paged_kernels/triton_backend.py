@@ -173,17 +173,12 @@ def _attention(
     split_size: int = 0,
 ) -> Launch:
     """attention_kernel on a grid of (query tiles, splits)."""
-    out, lse = call.out, call.lse
     draft_mask = None
     if call.draft_mask is not None:  # its rows are read with stride 1
         draft_mask = strided(call.draft_mask.contiguous().view(torch.uint8))
     args = (
-        strided(out) if out.dim() == 4 else Strided(out, (0, *out.stride())),
-        None
-        if lse is None
-        else strided(lse)
-        if lse.dim() == 3
-        else Strided(lse, (0, *lse.stride())),
+        _in_parts(call.out, 4),
+        None if call.lse is None else _in_parts(call.lse, 3),
         strided(call.query),
         KV(
             strided(call.key_cache),
@@ -207,6 +202,11 @@ def _attention(
     grid3 = (tiles, call.dims.num_kv_heads, splits)
     device = call.query.device
     return Launch(attention_kernel, grid3, args, constants, device, tile.num_warps, tile.num_stages)
+
+
+def _in_parts(x: Tensor, dims: int) -> Strided:
+    """A result with its axis of parts; a whole one is the only part."""
+    return strided(x) if x.dim() == dims else Strided(x, (0, *x.stride()))
 
 
 def _scales(scale: float | Tensor | None) -> Strided | None:
