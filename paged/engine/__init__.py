@@ -1,0 +1,1 @@
+"""Continuous batching of transformers models over paged K and V. Needs the extra `models`."""
