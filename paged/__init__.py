@@ -20,6 +20,7 @@ from .errors import (
     NotAllocatedError,
     NotOnGpuError,
     PagedError,
+    UnsupportedModelError,
 )
 from .sequence import Sequence, SequenceGroup
 from .stats import CacheStats, TierStats
@@ -45,6 +46,7 @@ __all__ = [
     "Sequence",
     "SequenceGroup",
     "TierStats",
+    "UnsupportedModelError",
     "block_bytes",
     "num_blocks_that_fit",
 ]

@@ -30,5 +30,9 @@ class NotOnGpuError(PagedError):
     """The sequence is swapped out: its blocks are CPU blocks until `swap_in`."""
 
 
+class UnsupportedModelError(PagedError, ValueError):
+    """The model does something that pages cannot do; the message says what."""
+
+
 class InvariantError(PagedError):
     """The bookkeeping contradicts itself: a bug, never a full pool or a wrong argument."""
