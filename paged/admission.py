@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
 from enum import Enum
 from typing import NamedTuple
 
@@ -56,10 +57,7 @@ class Admission:
         hits: list[Entry] = []
         num_free = self._gpu.num_free
         if self._cache is not None:
-            chain = self._cache.hasher.chain_of(first)
-            self._cache.hasher.extend(chain, first.token_ids, full)
-            # The last token is always computed: its query gives the next token.
-            hits = self._cache.lookup(chain, max(0, len(first) - 1) // self._block_size)
+            hits = self.hits(first)
             num_free -= self._cache.num_unreferenced(hits)
         num_new = total - len(hits)
         return Plan(self.status(total, num_new, num_free), hits, num_new, self.available(num_free))
@@ -70,10 +68,34 @@ class Admission:
             return AllocStatus.NEVER
         return AllocStatus.OK if num_new <= self.available(num_free) else AllocStatus.LATER
 
-    def available(self, num_free: int) -> int:
-        """What may be taken of `num_free` blocks: all when nothing runs, else the watermark stays."""
-        reserved = int(self._watermark * self._gpu.num_blocks) if self._gpu.num_used else 0
+    def available(self, num_free: int, num_used: int | None = None) -> int:
+        """What may be taken of `num_free` blocks: all when nothing runs, else the watermark stays.
+
+        num_used: blocks that are in use then; None: as many as now.
+        """
+        in_use = self._gpu.num_used if num_used is None else num_used
+        reserved = int(self._watermark * self._gpu.num_blocks) if in_use else 0
         return max(0, num_free - reserved)
+
+    def room_for(
+        self, total: int, hits: Sequence[Entry], freed: Set[int] = frozenset()
+    ) -> AllocStatus:
+        """Whether `total` blocks, `hits` among them, could be taken once `freed` are given back."""
+        if total > self._gpu.num_blocks:
+            return AllocStatus.NEVER
+        ref_counts = self._gpu.ref_counts
+        num_free = self._gpu.num_free + len(freed)
+        num_free -= sum([entry.block in freed or not ref_counts[entry.block] for entry in hits])
+        available = self.available(num_free, self._gpu.num_used - len(freed))
+        return AllocStatus.OK if total - len(hits) <= available else AllocStatus.LATER
+
+    def hits(self, seq: SequenceLike) -> list[Entry]:
+        """Cached blocks of a sequence's tokens, in order; its last token is always computed."""
+        if self._cache is None:
+            return []
+        chain = self._cache.hasher.chain_of(seq)
+        self._cache.hasher.extend(chain, seq.token_ids, len(seq) // self._block_size)
+        return self._cache.lookup(chain, max(0, len(seq) - 1) // self._block_size)
 
     def check_keys(self, seq: SequenceLike, other: SequenceLike) -> None:
         """Raise ValueError unless the two may share cached blocks."""

@@ -36,6 +36,7 @@ from .sequence import (
     members,
     sequence_list,
 )
+from .sharing import Sharing
 from .snapshot import snapshot
 from .stats import CacheStats, PrefixCounter, collect_stats
 from .swap import distinct_blocks, move
@@ -73,7 +74,10 @@ class BlockSpaceManager:
         self._growth = Growth(
             config, self.gpu, self.cache, self._retention, self._batches, self.history
         )
-        self._admission = Admission(config, self.gpu, self.cache)
+        self._sharing = Sharing(
+            config.block_size, self.gpu, self.cache, self._retention, self.tables, self.history
+        )
+        self.admission = Admission(config, self.gpu, self.cache)
 
     # Admission
 
@@ -89,7 +93,7 @@ class BlockSpaceManager:
         seqs = members(seq_or_group)
         for seq in seqs:
             self._registry.check_new(seq)
-        return self._admission.plan(seqs, num_lookahead_slots).status
+        return self.admission.plan(seqs, num_lookahead_slots).status
 
     def allocate(self, seq_or_group: SequenceLike | SequenceGroup) -> None:
         """Give blocks to a sequence, or to all sequences of a group, which share them.
@@ -99,7 +103,7 @@ class BlockSpaceManager:
         seqs = members(seq_or_group)
         for seq in seqs:
             self._registry.check_new(seq)
-        status, hits, num_new, available = self._admission.plan(seqs)
+        status, hits, num_new, available = self.admission.plan(seqs)
         if status is AllocStatus.NEVER:
             total = len(hits) + num_new
             raise NoFreeBlocksError(total, available, f"the pool has {self.gpu.num_blocks}")
@@ -121,7 +125,7 @@ class BlockSpaceManager:
         self.prefix_counter.add(seqs, table.num_cached)
         self.history.add("allocate", table.seq_id, blocks)
         for other in seqs[1:]:
-            self._share(table, other)
+            self._sharing.share(table, other)
         if len(seqs) == 1:
             table.writable_until = len(blocks) * self.config.block_size
 
@@ -241,21 +245,29 @@ class BlockSpaceManager:
 
     # Sharing
 
-    def fork(self, parent: SequenceLike, child: SequenceLike) -> None:
+    def fork(
+        self, parent: SequenceLike, child: SequenceLike, num_tokens: int | None = None
+    ) -> None:
         """Let `child`, which has equal tokens, share every block of `parent`.
 
         Whoever appends first into the shared tail gets a copy of it.
+
+        num_tokens  a multiple of the block size: the two have these first tokens in common and
+                    share their blocks; the child gets new ones for the rest of its own tokens
         """
         table = self._registry.on_gpu(parent)
         check_sequence("child", child)
         self._registry.check_new(child)
+        self.admission.check_keys(parent, child)
+        if num_tokens is not None:
+            self._sharing.branch(table, child, as_count("num_tokens", num_tokens))
+            return
         if len(child) != len(parent):
             raise ValueError(
                 f"child {child.seq_id!r} has {len(child)} tokens, parent {parent.seq_id!r} "
                 f"{len(parent)}; they must be equal"
             )
-        self._admission.check_keys(parent, child)
-        self._share(table, child)
+        self._sharing.share(table, child)
 
     def trim(self, seq: SequenceLike, num_tokens: int) -> None:
         """Forget all tokens after the first `num_tokens`, and the blocks that only they needed.
@@ -359,7 +371,7 @@ class BlockSpaceManager:
         """As `can_allocate`, watermark included, for a group that is swapped out."""
         tables = [self._registry.swapped_out(seq) for seq in members(seq_or_group)]
         num_blocks = len(distinct_blocks(tables, self.config.block_size))
-        return self._admission.status(num_blocks, num_blocks, self.gpu.num_free)
+        return self.admission.status(num_blocks, num_blocks, self.gpu.num_free)
 
     def swap_in(self, seq_or_group: SequenceLike | SequenceGroup) -> Pairs:
         """Move a group back: (CPU block, GPU block) for each distinct block.
@@ -369,7 +381,7 @@ class BlockSpaceManager:
         tables = [self._registry.swapped_out(seq) for seq in members(seq_or_group)]
         num_blocks = len(distinct_blocks(tables, self.config.block_size))
         if self.can_swap_in(seq_or_group) is not AllocStatus.OK:
-            raise NoFreeBlocksError(num_blocks, self._admission.available(self.gpu.num_free))
+            raise NoFreeBlocksError(num_blocks, self.admission.available(self.gpu.num_free))
         held = [table.held() for table in tables]
         pairs = move(tables, self.cpu, self.gpu, self.config.block_size)
         for table, blocks in zip(tables, held, strict=True):
@@ -458,18 +470,6 @@ class BlockSpaceManager:
         )
 
     # How it is done
-
-    def _share(self, table: BlockTable, child: SequenceLike) -> None:
-        twin = table.fork(child, -(-table.num_tokens // self.config.block_size))
-        if self.cache and table.chain:
-            twin.chain = table.chain.copy()
-            self.cache.hasher.keep(child, twin.chain)
-        ref_counts = self.gpu.ref_counts
-        for block in twin.held():
-            ref_counts[block] += 1
-        table.writable_until = table.quiet_until = twin.writable_until = 0
-        self.tables[twin.seq_id] = twin
-        self.history.add("fork", twin.seq_id, twin.blocks)
 
     def _out_of_step(
         self, seq: SequenceLike, table: BlockTable, earlier: list[BlockTable]
