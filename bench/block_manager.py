@@ -1,399 +1,210 @@
-"""How fast the block manager is: `python bench/block_manager.py [--quick] [--peers DIR TOOL]`.
+"""How fast the block manager is, in CPU time, beside the barest Python that moves the same data.
 
-Every row is measured in this run, ours in process CPU time and wall time. With --peers, TOOL (a
-script that prints the figures of vLLM 0.33 and 0.6.3 as JSON, both found under DIR) runs on the
-same machine right after, so that ratios compare like with like.
+"Barest" keeps no promise: a list slice for an allocation, a dict lookup for a block of a prefix
+hit, an append and a slot for a token of a step. It runs in turns with our code, so that their ratio
+tells more than a time on a shared machine. With --peers, TOOL (a script that prints the figures of
+vLLM 0.33 and 0.6.3 as JSON, both found under DIR) runs right after on the same machine.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-import os
 import random
-import resource
-import statistics
 import subprocess
 import sys
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from paged import (
-    BlockSpaceManager,
-    CacheConfig,
-    NaiveBlockAllocator,
-    PrefixCachingBlockAllocator,
-    Sequence,
-    SequenceGroup,
+from tqdm import tqdm
+
+from bench import block_manager_works as works
+from bench.block_manager_peers import add_peers, peer_figures
+from bench.block_manager_steps import append_and_slot, steps
+from bench.charts import bar_chart
+from bench.records import (
+    GROUPS,
+    BenchError,
+    Record,
+    Work,
+    exact_record,
+    rate_record,
+    ratio_record,
+    spread_text,
+    text_table,
+    time_in_turns,
+    time_record,
 )
+from bench.report import Result
 
-NUM_BLOCKS = 131_072
-BLOCK_SIZE = 16
-CHUNK = 128
+NUM_BLOCKS, QUICK_BLOCKS = 131_072, 16_384
 LONG_PROMPT = 32_768
-SWAPPED_BLOCKS = 64
+BAREST = ", over the barest"
 
 
-@dataclass
-class Row:
-    """One measurement: seconds, or items per second where `unit` says so."""
+class Item(NamedTuple):
+    """Ours and the barest; a rate when `items` are counted."""
 
     name: str
-    unit: str
-    cpu_min: float
-    cpu_median: float
-    wall_min: float
-    wall_median: float
+    ours: Work
+    barest: Work
+    items: int = 0
+    rounds: int = 100
     wanted: str = ""
-    vllm_033: float | None = None
-    vllm_063: float | None = None
 
 
-class Timings:
-    """Repeated measurements of one piece of work on two clocks."""
-
-    def __init__(self) -> None:
-        self.cpu: list[float] = []
-        self.wall: list[float] = []
-
-    def add(self, work: Callable[[], Any]) -> None:
-        wall, cpu = time.perf_counter(), time.process_time()
-        work()
-        self.cpu.append(time.process_time() - cpu)
-        self.wall.append(time.perf_counter() - wall)
-
-    def row(self, name: str, wanted: str = "") -> Row:
-        """Milliseconds."""
-        return Row(name, "ms", *self._summary(lambda seconds: 1e3 * seconds), wanted)
-
-    def rate(self, name: str, items: int, wanted: str = "") -> Row:
-        """Millions of items per second; `min` is the fastest repeat."""
-        return Row(name, "M/s", *self._summary(lambda seconds: items / seconds / 1e6), wanted)
-
-    def _summary(self, convert: Callable[[float], float]) -> tuple[float, float, float, float]:
-        cpu, wall = sorted(self.cpu), sorted(self.wall)
-        return (
-            convert(cpu[0]),
-            convert(statistics.median(cpu)),
-            convert(wall[0]),
-            convert(statistics.median(wall)),
-        )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--peers", nargs=2, type=Path, metavar=("DIR", "TOOL"), help="measure vLLM, too"
+    )
 
 
-# --- the work -----------------------------------------------------------------------------------
+def run(options: argparse.Namespace) -> Result:
+    """Time everything, then vLLM if wanted."""
+    import torch
+
+    torch.set_num_threads(options.threads)
+    _existing_tool(options.peers)
+    records: list[Record] = []
+    for item in tqdm(list(items(options.quick, options.seed)), desc="block_manager", unit="work"):
+        records += measure(item, options.quick, options.seed)
+    records += growth(options.quick, options.seed)
+    records += memory(QUICK_BLOCKS if options.quick else NUM_BLOCKS)
+    if options.peers:
+        folder, tool = options.peers
+        add_peers(records, peer_figures(folder, tool, options.quick))
+    return {"records": records, "exact_for": ["python"]}
 
 
-def allocators(repeats: int) -> Iterator[Row]:
-    """Take all blocks in chunks, give them back; then the same where every block has content."""
-    num_chunks = NUM_BLOCKS // CHUNK
-    pool = NaiveBlockAllocator(NUM_BLOCKS)
-    taken, given = Timings(), Timings()
-    for _ in range(repeats):
-        chunks: list[list[int]] = []
-        taken.add(lambda: chunks.extend([pool.allocate(CHUNK) for _ in range(num_chunks)]))  # noqa: B023
-        given.add(lambda: deque(map(pool.free, chunks), maxlen=0))  # noqa: B023
-    yield taken.rate("allocate, chunks of 128, caching off", NUM_BLOCKS, ">= 2 x 0.33")
-    yield given.rate("free, chunks of 128, caching off", NUM_BLOCKS, ">= 2 x 0.33")
+def items(quick: bool, seed: int) -> Iterator[Item]:
+    """What is timed. Wanted times are those of a quiet machine."""
+    blocks = QUICK_BLOCKS if quick else NUM_BLOCKS
+    rng = random.Random(seed)
+    prompt = works.random_tokens(rng, LONG_PROMPT)
+    hit = [*prompt, 1]
+    yield Item(
+        f"allocate, chunks of 128 of {blocks:,}, caching off",
+        works.allocate(blocks), works.slice_list(blocks), blocks, 30, ">= 2 x 0.33",
+    )  # fmt: skip
+    yield Item(
+        f"free, chunks of 128 of {blocks:,}, caching off",
+        works.free(blocks), works.extend_list(blocks), blocks, 30, ">= 2 x 0.33",
+    )  # fmt: skip
+    yield Item(
+        f"allocate, evicting, chunks of 128 of {blocks:,}",
+        works.evict(blocks), works.pop_dict(blocks), blocks, 10, ">= 2 x 0.33",
+    )  # fmt: skip
+    yield Item(
+        f"hash a prompt of {LONG_PROMPT:,} tokens",
+        works.hash_prompt(prompt), works.hash_bytes(prompt), LONG_PROMPT, 50, ">= 30 M/s",
+    )  # fmt: skip
+    for name, single, wanted in (
+        ("step, 256 sequences of 1,024 tokens", False, "<= 0.15 ms"),
+        ("single calls, 256 sequences of 1,024 tokens", True, "<= 0.35 ms"),
+    ):
+        ours = steps(rng, NUM_BLOCKS, 1_024, 256, single_calls=single)
+        yield Item(name, ours, append_and_slot(rng, 256, 1_024), wanted=wanted)
+    yield Item(
+        "look up a 2,048-block hit again",
+        works.look_up(NUM_BLOCKS, hit), works.look_up_dict(2_048), wanted="<= 0.3 ms",
+    )  # fmt: skip
+    yield Item(
+        "allocate a 2,048-block hit after it",
+        works.allocate_hit(NUM_BLOCKS, hit), works.count_references(2_048), wanted="<= 0.2 ms",
+    )  # fmt: skip
+    for pool in (4_096, 131_072) if quick else (4_096, 32_768, 131_072):
+        yield Item(
+            f"swap out 64 blocks, pool of {pool:,}",
+            works.swap_out(pool, 64, rng), works.pair_lists(64), wanted="<= 0.1 ms",
+        )  # fmt: skip
+    yield Item(
+        "fork a 2,048-block sequence",
+        works.fork(NUM_BLOCKS, prompt), works.count_references(2_048), wanted="<= 0.1 ms",
+    )  # fmt: skip
 
-    evicting = Timings()
-    for _ in range(repeats):
-        cache = PrefixCachingBlockAllocator(NUM_BLOCKS, 1)
-        for number in range(num_chunks):  # a chain per chunk, given back tail first
-            chain: list[int] = []
-            for token in range(CHUNK):
-                parent = chain[-1] if chain else None
-                chain.append(cache.allocate_immutable(parent, [token or number]))
-            cache.free(chain[::-1])
-        freeze()
-        evicting.add(lambda: [cache.allocate(CHUNK) for _ in range(num_chunks)])  # noqa: B023
-        assert cache.num_cached == 0
-    yield evicting.rate("allocate, evicting, chunks of 128", NUM_BLOCKS, ">= 2 x 0.33")
+
+def measure(item: Item, quick: bool, seed: int) -> list[Record]:
+    """A time or rate, and its ratio to the barest."""
+    rounds = max(GROUPS, item.rounds // 3) if quick else item.rounds
+    times = time_in_turns({"ours": item.ours, "barest": item.barest}, rounds=rounds, seed=seed)
+    if item.items:
+        record = rate_record(item.name, times["ours"], item.items, wanted=item.wanted)
+    else:
+        record = time_record(item.name, times["ours"], wanted=item.wanted)
+    return [
+        record,
+        ratio_record(f"{item.name}{BAREST}", times["ours"], times["barest"], "x barest"),
+    ]
 
 
-def hashing(repeats: int) -> Iterator[Row]:
-    hasher = PrefixCachingBlockAllocator(1, BLOCK_SIZE).hasher
-    timings = Timings()
-    tokens = random_tokens(random.Random(0), LONG_PROMPT)
-    for _ in range(repeats):
-        chain = hasher.chain_of(Sequence("prompt", ()))
-        timings.add(lambda: hasher.extend(chain, tokens, LONG_PROMPT // BLOCK_SIZE))  # noqa: B023
-    yield timings.rate("hash a 32,768-token prompt, tokens", LONG_PROMPT, ">= 30")
-
-
-def decode(repeats: int) -> Iterator[Row]:
-    yield decode_step(repeats).row("step, 256 sequences, tables and slots", "<= 0.15")
-    yield decode_step(repeats, single_calls=True).row("the same by single calls", "<= 0.35")
-
-
-def growth(repeats: int) -> Iterator[Row]:
+def growth(quick: bool, seed: int) -> Iterator[Record]:
     """A step must cost the same whatever the pool and the context, and follow the batch."""
-    for pool in (4_096, 32_768, 131_072):
-        yield decode_step(repeats, pool, context=64).row(f"step, pool of {pool:,} blocks")
-    for context in (1_024, 8_192, 65_536):
-        row = decode_step(repeats, 4096 * 64, context, num_seqs=16)
-        yield row.row(f"step, 16 sequences of {context:,} tokens")
-    for num_seqs in (16, 256, 1_024):
-        yield decode_step(repeats, num_seqs=num_seqs).row(f"step, {num_seqs:,} sequences")
-
-
-def decode_step(
-    repeats: int,
-    pool: int = NUM_BLOCKS,
-    context: int = 1_024,
-    num_seqs: int = 256,
-    single_calls: bool = False,
-) -> Timings:
-    """Steps of running sequences; between them one leaves, one joins and two change places."""
-    rng = random.Random(1)
-    manager = BlockSpaceManager(
-        CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=pool, watermark=0.0)
-    )
-    names = iter(range(1 << 30))
-
-    def admit() -> Sequence:
-        seq = Sequence(next(names), random_tokens(rng, context + rng.randrange(BLOCK_SIZE)))
-        manager.allocate(seq)
-        manager.mark_computed(seq, len(seq))
-        return seq
-
-    def by_single_calls() -> None:
-        for seq, token in zip(seqs, tokens, strict=True):
-            manager.mark_computed(seq, len(seq))
-            seq.append_token(token)
-            manager.append_slots(seq)
-        manager.build_batch(seqs)
-
-    seqs = [admit() for _ in range(num_seqs)]
-    tokens: list[int] = []
-    timings = Timings()
-    freeze()
-    for step in range(8 * repeats):
-        tokens = random_tokens(rng, num_seqs)
-        if step % 4 == 0:
-            manager.free(seqs.pop(rng.randrange(num_seqs)))
-            seqs.append(admit())
-        i, j = rng.randrange(num_seqs), rng.randrange(num_seqs)
-        seqs[i], seqs[j] = seqs[j], seqs[i]
-        if single_calls:
-            timings.add(by_single_calls)
-        else:
-            timings.add(lambda: manager.step(seqs, tokens))  # noqa: B023
-    manager.check_invariants()
-    return timings
-
-
-def prefix_hit(repeats: int) -> Iterator[Row]:
-    manager = BlockSpaceManager(CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=NUM_BLOCKS))
-    tokens = random_tokens(random.Random(2), LONG_PROMPT + 1)
-    first = Sequence("first", tokens)
-    manager.allocate(first)
-    manager.mark_computed(first, len(first))
-    manager.free(first)
-    other = Sequence("other", random_tokens(random.Random(3), 4 * BLOCK_SIZE))
-    lookups, allocations = Timings(), Timings()
-    for repeat in range(4 * repeats):
-        seq = Sequence(repeat, tokens)
-        manager.can_allocate(seq)  # computes the digests
-        other = Sequence(f"other {repeat}", random_tokens(random.Random(repeat), 64))
-        manager.allocate(other)
-        manager.mark_computed(other, 64)  # changes the index: the first answer is void
-        lookups.add(lambda: manager.can_allocate(seq))  # noqa: B023
-        allocations.add(lambda: manager.allocate(seq))  # noqa: B023
-        assert manager.num_cached_tokens(seq) == LONG_PROMPT
-        manager.free(seq)
-        manager.free(other)
-    yield lookups.row("2,048-block hit, second can_allocate", "<= 0.3")
-    yield allocations.row("2,048-block hit, allocate after it", "<= 0.2")
-
-
-def sharing(repeats: int) -> Iterator[Row]:
-    for pool in (4_096, 32_768, 131_072):
-        manager = BlockSpaceManager(
-            CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=pool, num_cpu_blocks=pool)
+    rng = random.Random(seed)
+    for text, cases in (
+        ("a pool of {:,} blocks", [(pool, pool, 64, 256) for pool in (4_096, 131_072)]),
+        ("{:,} tokens each", [(n, 262_144, n, 16) for n in (1_024, 8_192 if quick else 65_536)]),
+        ("{:,} sequences", [(n, NUM_BLOCKS, 1_024, n) for n in (256, 1_024)]),
+    ):
+        names = [text.format(case[0]) for case in cases]
+        small, large = (steps(rng, *sizes) for _, *sizes in cases)
+        times = time_in_turns(
+            {"small": small, "large": large}, rounds=30 if quick else 100, seed=seed
         )
-        seq = Sequence("a", random_tokens(random.Random(4), SWAPPED_BLOCKS * BLOCK_SIZE))
-        group = SequenceGroup("g", [seq])
-        manager.allocate(seq)
-        manager.mark_computed(seq, len(seq))
-        timings = Timings()
-        for _ in range(4 * repeats):
-            timings.add(lambda: manager.swap_out(group))  # noqa: B023
-            manager.swap_in(group)
-        yield timings.row(f"swap out 64 blocks, pool of {pool:,}", "<= 0.1")
-
-    manager = BlockSpaceManager(CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=NUM_BLOCKS))
-    parent = Sequence("parent", random_tokens(random.Random(5), LONG_PROMPT))
-    manager.allocate(parent)
-    timings = Timings()
-    for repeat in range(4 * repeats):
-        child = parent.fork(repeat)
-        timings.add(lambda: manager.fork(parent, child))  # noqa: B023
-        manager.free(child)
-    yield timings.row("fork a 2,048-block sequence", "<= 0.1")
+        name = f"step, {names[1]} over {names[0]}"
+        yield ratio_record(name, times["large"], times["small"], "x")
 
 
-def full_pool_memory() -> dict[str, float]:
-    """Resident bytes of a pool in which every block is cached content, in this fresh process."""
-
-    def resident() -> int:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * resource.getpagesize()
-
-    before = resident()
-    manager = BlockSpaceManager(CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=NUM_BLOCKS))
-    empty = resident()
-    rng = random.Random(6)
-    for name in range(NUM_BLOCKS // 256):
-        seq = Sequence(name, random_tokens(rng, 256 * BLOCK_SIZE))
-        manager.allocate(seq)
-        manager.mark_computed(seq, len(seq))
-        manager.free(seq)
-    assert manager.stats().gpu.num_cached == NUM_BLOCKS
-    gc.collect()
-    total = resident()
-    return {
-        "process_mb": total / 1e6,
-        "bytes_per_block": (total - before) / NUM_BLOCKS,
-        "bytes_per_empty_block": (empty - before) / NUM_BLOCKS,
-    }
+def memory(num_blocks: int) -> Iterator[Record]:
+    """Of a pool in which every block is cached content, in a fresh process."""
+    command = [sys.executable, "-m", "bench.block_manager_memory", str(num_blocks)]
+    root = Path(__file__).resolve().parents[1]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root)
+    for name, value in json.loads(done.stdout).items():
+        yield exact_record(f"{name}, pool of {num_blocks:,}", value, "bytes", tolerance=0.15)
 
 
-def random_tokens(rng: random.Random, n: int) -> list[int]:
-    return rng.choices(range(128_000), k=n)
+def table(result: Result) -> str:
+    """A line for each time, with its ratio; then the ratios and sizes that stand alone."""
+    records = {record["name"]: record for record in result["records"]}
+    peers = any("vllm_033" in record for record in records.values())
+    head = ["quartiles and median of CPU time", "", "", "x barest", "spread"]
+    rows: list[list[str]] = []
+    alone: list[list[str]] = []
+    for name, record in records.items():
+        if record["kind"] in ("time", "rate"):
+            ratio = records[name + BAREST]
+            spread = f"{ratio['lower']:.3g}-{ratio['upper']:.3g}"
+            row = [name, record["unit"], spread_text(record), f"{ratio['value']:.3g}", spread]
+            if peers:
+                row += [_peer(record, release) for release in ("vllm_033", "vllm_063")]
+            rows.append([*row, record["wanted"]])
+        elif not name.endswith(BAREST):
+            alone.append([name, record["unit"], spread_text(record)])
+    head += ["0.33", "0.6.3"] * peers + ["wanted"]
+    return f"{text_table(head, rows)}\n\n{text_table(['', '', 'least, value, most'], alone)}"
 
 
-def freeze() -> None:
-    """As a server does once it is set up: what lives now is not looked at again."""
-    gc.collect()
-    gc.freeze()
+def _peer(record: Record, release: str) -> str:
+    theirs = record.get(release)
+    if theirs is None:
+        return "-"
+    better = record["value"] / theirs if record["kind"] == "rate" else theirs / record["value"]
+    return f"{theirs:.3g} (ours x {better:.1f})"
 
 
-# --- the peers ----------------------------------------------------------------------------------
+def plot(result: Result, path: Path) -> None:
+    """The ratios."""
+    ratios = [record for record in result["records"] if record["kind"] == "ratio"]
+    title = "CPU time of the block manager (log scale, spread as a line)"
+    bar_chart(result, path, ratios, title, "the barest Python, or the smaller size")
 
 
-def peer_figures(peers: str, tool: str, quick: bool) -> dict[str, Any]:
-    command = [sys.executable, tool, *(["--quick"] if quick else [])]
-    environment = {**os.environ, "PEERS": peers}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode:
-        raise SystemExit(f"{tool} failed: {done.stderr.strip()[-500:]}")
-    return dict(json.loads(done.stdout))
-
-
-def add_peers(rows: Iterable[Row], figures: dict[str, Any]) -> None:
-    """Medians of the peers' CPU time beside our rows, where they do the same work."""
-    new, old = figures.get("v033", {}), figures.get("v063", {})
-
-    def find(tree: dict[str, Any], *path: str) -> float | None:
-        found: Any = tree
-        for key in path:
-            matches = [value for name, value in found.items() if key in name] if found else []
-            found = matches[0] if matches else None
-        return None if found is None else float(found)
-
-    pool = ("a_block_pool", "caching=False,chunk=128")
-    evicting = ("a_block_pool", "every block hashed", "get_new_blocks")
-    decode_new = ("c_kvcachemanager", "caching=True xxhash", "decode_ms_per_step_total_median")
-    decode_old = ("c_block", "V2 prefix_caching", "decode_ms_per_step_total_median")
-    hit = ("d_prefix_hit",)
-    peers: dict[str, tuple[float | None, float | None]] = {
-        "allocate, chunks": (
-            find(new, *pool, "get_new_blocks", "blocks/s"),
-            find(old, "a_allocators", "naive", "allocate_mutable", "blocks/s"),
-        ),
-        "free, chunks": (
-            find(new, *pool, "free_blocks", "blocks/s"),
-            find(old, "a_allocators", "naive", "free", "blocks/s"),
-        ),
-        "allocate, evicting": (
-            find({"a_block_pool": chunk_128(new)}, *evicting, "blocks/s"),
-            find(old, "a_allocators", "prefix_caching", "allocate_mutable", "blocks/s"),
-        ),
-        "hash a": (find(new, "b_hashing", "xxhash", "tokens/s"), None),
-        "step, 256 sequences, tables": (find(new, *decode_new), find(old, *decode_old)),
-        "the same by single": (find(new, *decode_new), find(old, *decode_old)),
-        "2,048-block hit, second": (find(new, *hit, "get_computed_blocks us"), None),
-        "2,048-block hit, allocate": (
-            find(new, *hit, "warm allocate_slots"),
-            find(old, *hit, "warm allocate"),
-        ),
-        "swap out 64 blocks, pool of 4,096": (None, find(old, "e_swap", "64 blocks, 4096 gpu")),
-        "swap out 64 blocks, pool of 32,768": (None, find(old, "e_swap", "64 blocks, 32768 gpu")),
-        "swap out 64 blocks, pool of 131,072": (
-            None,
-            find(old, "e_swap", "64 blocks, 131072 gpu"),
-        ),
-    }
-    for row in rows:
-        for name, pair in peers.items():
-            if row.name.startswith(name):
-                scale = 1e-6 if row.unit == "M/s" else 1e-3 if "hit" in row.name else 1.0
-                row.vllm_033, row.vllm_063 = (x and x * scale for x in pair)
-
-
-def chunk_128(new: dict[str, Any]) -> dict[str, Any]:
-    pool = new.get("a_block_pool_131072", {})
-    return {name: value for name, value in pool.items() if "chunk=128" in name}
-
-
-# --- the table ----------------------------------------------------------------------------------
-
-
-def print_table(rows: list[Row], memory: dict[str, float], peers: dict[str, Any]) -> None:
-    heads = ("cpu min", "cpu med", "wall min", "wall med", "0.33", "0.6.3", "x 0.33", "x 0.6.3")
-    print(f"{'':42} {'':4}", *(f"{head:>9}" for head in heads), " wanted")
-    for row in rows:
-        figures = [row.cpu_min, row.cpu_median, row.wall_min, row.wall_median]
-        theirs = (row.vllm_033, row.vllm_063)
-        cells = [f"{x:9.3f}" for x in figures]
-        cells += [" " * 9 if x is None else f"{x:9.3f}" for x in theirs]
-        for x in theirs:
-            better = x and (row.cpu_median / x if row.unit == "M/s" else x / row.cpu_median)
-            cells.append(f"{better:9.1f}" if better else " " * 9)
-        print(f"{row.name:42} {row.unit:4}", *cells, f" {row.wanted}")
-    print(
-        f"memory, {NUM_BLOCKS:,} blocks of cached content: {memory['process_mb']:.0f} MB in all, "
-        f"{memory['bytes_per_block']:.0f} bytes per block "
-        f"({memory['bytes_per_empty_block']:.0f} when empty); wanted <= 250 MB"
-    )
-    for name, key in (("0.33", "v033"), ("0.6.3", "v063")):
-        if megabytes := peers.get(key, {}).get("peak_rss_mib"):
-            print(f"memory of vLLM {name}'s run, peak: {megabytes * 1.048576:.0f} MB")
-
-
-def main(argv: list[str] | None = None) -> int:
-    from tqdm import tqdm
-
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer repeats")
-    parser.add_argument("--peers", nargs=2, metavar=("DIR", "TOOL"), help="measure vLLM, too")
-    parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
-    parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    if args.memory:
-        print(json.dumps(full_pool_memory()))
-        return 0
-
-    repeats = 3 if args.quick else 12
-    rows: list[Row] = []
-    parts = (allocators, hashing, decode, prefix_hit, sharing, growth)
-    for part in tqdm(parts, unit="part", file=sys.stderr):
-        rows += part(repeats)
-    command = [sys.executable, str(Path(__file__).resolve()), "--memory"]
-    memory = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
-    peers = peer_figures(args.peers[0], args.peers[1], args.quick) if args.peers else {}
-    add_peers(rows, peers)
-    print_table(rows, memory, peers)
-    if args.json:
-        report = {"rows": [asdict(row) for row in rows], "memory": memory, "peers": peers}
-        Path(args.json).write_text(json.dumps(report, indent=1), encoding="utf-8")
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+def _existing_tool(peers: list[Path] | None) -> None:
+    if peers is None:
+        return
+    folder, tool = peers
+    if not folder.is_dir():
+        raise BenchError(f"there is no folder {folder}")
+    if not tool.is_file():
+        raise BenchError(f"there is no file {tool}")
