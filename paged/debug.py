@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import InvariantError
 from .journal import Replay
-from .plots import CACHED, FREE, SHARED
+from .plots import CACHED, FREE, SHARED, owners
 
 if TYPE_CHECKING:
     from .block_manager import BlockSpaceManager
@@ -61,25 +61,6 @@ def run(args: argparse.Namespace) -> int:
         _draw(list(frames), list(numbers), problem, args.picture)
         print(f"block map: {args.picture}")
     return 1 if problem else 0
-
-
-def owners(manager: BlockSpaceManager, numbers: dict[Any, int]) -> list[int]:
-    """For each GPU block the number of its sequence, or a state.
-
-    `numbers` keeps the number of each seq_id from picture to picture; new ones are added. It trusts
-    nothing but the tables, so that it can also show a broken manager.
-    """
-    frame = [FREE] * manager.gpu.num_blocks
-    if manager.cache:
-        for block in manager.cache.cached_blocks():
-            frame[block] = CACHED
-    for table in manager.tables.values():
-        number = numbers.setdefault(table.seq_id, len(numbers))
-        for block in table.held():
-            if 0 <= block < len(frame):
-                taken = frame[block] not in (FREE, CACHED, number)
-                frame[block] = SHARED if taken else number
-    return frame
 
 
 def text_map(manager: BlockSpaceManager, numbers: dict[Any, int]) -> str:

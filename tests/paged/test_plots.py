@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 
-from paged.plots import CACHED, FREE, OWNER_COLOURS, SHARED, STATE_COLOURS, block_map
+from paged import BlockSpaceManager, CacheConfig, Sequence
+from paged.plots import (
+    CACHED,
+    FREE,
+    OWNER_COLOURS,
+    SHARED,
+    STATE_COLOURS,
+    block_map,
+    block_map_of,
+    owners,
+)
 
 FRAMES = np.array([[0, FREE, CACHED], [1, SHARED, len(OWNER_COLOURS)]])
 
@@ -76,3 +86,88 @@ def test_a_pool_larger_than_the_picture_is_drawn():
 def test_other_frames_are_refused(frames, steps, message):
     with pytest.raises(ValueError, match=message):
         block_map(frames, steps=steps)
+
+
+def a_busy_manager(num_blocks=24):
+    """Blocks in every state: shared by fork and by prefix, owned, cached, free."""
+    manager = BlockSpaceManager(CacheConfig(block_size=4, num_gpu_blocks=num_blocks, watermark=0.0))
+    tokens = {"A": range(17), "B": [*range(8), *range(100, 106)], "gone": range(200, 209)}
+    sequences = {name: Sequence(name, ids) for name, ids in tokens.items()}
+    for sequence in sequences.values():
+        manager.allocate(sequence)
+        manager.mark_computed(sequence, len(sequence))
+    manager.free(sequences["gone"])
+    fork = sequences["A"].fork("fork")
+    manager.fork(sequences["A"], fork)
+    fork.append_token(7)
+    manager.append_slots(fork)
+    return manager
+
+
+@pytest.mark.parametrize("num_blocks", [24, 200])  # cells with words and without
+def test_a_map_of_a_manager_has_a_cell_for_every_block(num_blocks):
+    manager = a_busy_manager(num_blocks)
+    (axes,) = block_map_of(manager).axes
+    num_cells = {int(cells.get_label()): len(cells.get_paths()) for cells in axes.collections}
+    gpu = manager.stats().gpu
+    assert num_cells.pop(FREE) == gpu.num_free - gpu.num_cached
+    assert num_cells.pop(CACHED) == gpu.num_cached == 2
+    assert num_cells.pop(SHARED) == sum(n > 1 for n in manager.gpu.ref_counts) == 4
+    assert num_cells == {0: 1, 1: 2, 2: 1}  # A's old tail, B's two, the fork's copy
+    assert sum(num_cells.values()) + 4 == gpu.num_used
+    cells = {int(cells.get_label()): cells for cells in axes.collections}
+    for state, colour in [(SHARED, STATE_COLOURS[SHARED]), (1, OWNER_COLOURS[1])]:
+        np.testing.assert_allclose(cells[state].get_facecolor()[0][:3], to_rgb(colour))
+    assert len({tuple(path.vertices[0]) for c in axes.collections for path in c.get_paths()}) == (
+        num_blocks
+    )
+
+
+def test_cells_of_a_small_pool_name_block_and_holders():
+    manager = a_busy_manager()
+    figure = block_map_of(manager, title="now")
+    (axes,) = figure.axes
+    assert axes.get_title() == "now"
+    ids, names = axes.texts[::2], axes.texts[1::2]
+    assert [text.get_text() for text in ids] == [str(block) for block in range(24)]
+    words = [text.get_text() for text in names]
+    assert words[:5] == ["A, B, fork", "A, B, fork", "A, fork", "A, fork", "A"]
+    assert words.count("cached") == 2
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels[:3] == ["A", "B", "fork"]
+
+
+def test_long_names_are_cut_to_their_cell_and_many_holders_counted():
+    manager = BlockSpaceManager(CacheConfig(block_size=4, num_gpu_blocks=128))
+    first = Sequence("a sequence with a very long name 1", range(8))
+    manager.allocate(first)
+    (axes,) = block_map_of(manager).axes
+    assert axes.texts[1].get_text() == "…ame 1"
+    for number in range(8):
+        manager.fork(first, first.fork(f"fork {number}"))
+    figure = block_map_of(manager)
+    assert figure.axes[0].texts[1].get_text() == "x9"
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels[0] == "one sequence (colours repeat)"
+
+
+def test_owners_keep_their_numbers_from_picture_to_picture():
+    manager = BlockSpaceManager(CacheConfig(block_size=4, num_gpu_blocks=4))
+    first, second = Sequence("a", range(4)), Sequence("b", range(8, 14))
+    manager.allocate(first)
+    numbers = {}
+    assert owners(manager, numbers) == [0, FREE, FREE, FREE]
+    manager.allocate(second)
+    manager.mark_computed(first, 4)
+    manager.free(first)
+    assert owners(manager, numbers) == [CACHED, 1, 1, FREE]
+    assert numbers == {"a": 0, "b": 1}
+
+
+@pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
+def test_a_picture_is_written_where_it_is_wanted(tmp_path, ending):
+    path = tmp_path / f"map.{ending}"
+    block_map_of(a_busy_manager(), path=path)
+    assert path.read_bytes()[:4] in (b"\x89PNG", b"<?xm", b"%PDF")
+    block_map(FRAMES, path=str(path))
+    assert path.stat().st_size > 1000

@@ -1,0 +1,40 @@
+"""What all pictures share: colours, a second channel beside them, and the way to a file."""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FREE, CACHED, SHARED = -1, -2, -3  # what a frame of `block_map` says of a block without one owner
+
+# Okabe and Ito, https://jfly.uni-koeln.de/color/
+OWNER_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+STATE_COLOURS = {SHARED: "#000000", CACHED: "#DDDDDD", FREE: "#FFFFFF"}
+DARK = (STATE_COLOURS[SHARED], OWNER_COLOURS[0])  # words on these are white
+STATE_LABELS = {
+    SHARED: "shared by several sequences",
+    CACHED: "cached, no owner",
+    FREE: "free",
+}
+EDGE = "#888888"
+LINES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
+MARKERS = ("o", "s", "^", "D", "v", "P")
+
+FilePath = str | PathLike[str]
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure, in inches, whose parts make room for each other."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), dpi=150, layout="constrained")
+
+
+def saved(figure: Figure, path: FilePath | None) -> Figure:
+    """The figure, written to `path` if there is one; its ending names the format."""
+    if path is not None:
+        figure.savefig(path)
+    return figure
