@@ -22,6 +22,9 @@ from .errors import (
     PagedError,
     UnsupportedModelError,
 )
+from .scheduler import Scheduler
+from .scheduler_config import SchedulerConfig
+from .scheduler_output import SchedulerOutput
 from .sequence import Sequence, SequenceGroup
 from .stats import CacheStats, TierStats
 
@@ -43,6 +46,9 @@ __all__ = [
     "NotOnGpuError",
     "PagedError",
     "PrefixCachingBlockAllocator",
+    "Scheduler",
+    "SchedulerConfig",
+    "SchedulerOutput",
     "Sequence",
     "SequenceGroup",
     "TierStats",

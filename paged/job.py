@@ -1,0 +1,140 @@
+"""A group on its way through the scheduler, and which of its tokens come next."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from typing import Any, Literal, NamedTuple
+
+from .block_manager import BlockSpaceManager
+from .block_table import BlockTable
+from .sequence import SequenceGroup, SequenceLike
+
+State = Literal["waiting", "running", "swapped"]
+
+
+class Row(NamedTuple):
+    """What one sequence does in a step: it computes tokens [context_len, context_len + query_len)."""
+
+    seq: SequenceLike
+    query_len: int
+    context_len: int
+    reaches_end: bool
+
+
+class Lead(NamedTuple):
+    """Another sequence of the group computes the first `num_tokens` tokens, in shared blocks."""
+
+    seq: SequenceLike
+    num_tokens: int
+
+
+class Job:
+    """One group, and those of its sequences that go on.
+
+    seqs      a sequence comes after the one that leads it
+    leads     of the sequences whose first tokens another one has yet to compute
+    number    of arrivals before it
+    returns   it was preempted before
+    lost      tokens that each sequence had computed when it last gave up its blocks
+    """
+
+    __slots__ = (
+        "arrival_time",
+        "group",
+        "leads",
+        "lost",
+        "number",
+        "priority",
+        "returns",
+        "seqs",
+        "state",
+    )
+
+    def __init__(self, group: SequenceGroup, priority: float, number: int) -> None:
+        self.group = group
+        self.seqs = list(group.seqs)
+        self.leads: dict[Any, Lead] = {}
+        self.priority = priority
+        self.arrival_time = group.arrival_time
+        self.number = number
+        self.state: State = "waiting"
+        self.returns = False
+        self.lost: dict[Any, int] = {}
+
+    @property
+    def request_id(self) -> Any:
+        return self.group.request_id
+
+    def as_group(self) -> SequenceGroup:
+        """The sequences that go on, as the manager takes them."""
+        return SequenceGroup(self.request_id, self.seqs)
+
+    def rows(self, tables: Mapping[Any, BlockTable], budget: int, in_parts: bool) -> list[Row]:
+        """The tokens that come next, at most `budget`; [] when none can be computed now.
+
+        All sequences of a group reach their end in the same step: until all their tokens fit,
+        each keeps its last one back. One whose first tokens another computes waits for those,
+        and starts in the step that computes them.
+        """
+        starts = [self.start(seq, tables) for seq in self.seqs]
+        missing = sum(map(len, self.seqs)) - sum(starts)
+        if missing <= budget:
+            return [
+                Row(seq, len(seq) - start, start, True)
+                for seq, start in zip(self.seqs, starts, strict=True)
+            ]
+        if not in_parts:
+            return []
+        rows = []
+        ends: dict[Any, int] = {}
+        for seq, start in zip(self.seqs, starts, strict=True):
+            lead = self.leads.get(seq.seq_id)
+            if lead is not None and ends[lead.seq.seq_id] < lead.num_tokens:
+                ends[seq.seq_id] = tables[seq.seq_id].num_computed
+                continue
+            query_len = max(0, min(budget, len(seq) - 1 - start))
+            if query_len:
+                rows.append(Row(seq, query_len, start, False))
+                budget -= query_len
+            ends[seq.seq_id] = start + query_len
+        return rows
+
+    def start(self, seq: SequenceLike, tables: Mapping[Any, BlockTable]) -> int:
+        """The first token that this sequence has to compute itself."""
+        num_computed, lead = tables[seq.seq_id].num_computed, self.leads.get(seq.seq_id)
+        return num_computed if lead is None else max(num_computed, lead.num_tokens)
+
+    def follow(self, seq: SequenceLike, lead: SequenceLike, num_tokens: int) -> None:
+        """`lead` computes the first `num_tokens` tokens of `seq` too."""
+        self.leads[seq.seq_id] = Lead(lead, num_tokens)
+
+    def ends_with(self, seq: SequenceLike, at_end: Container[Any]) -> bool:
+        """Whether all tokens of `seq` are computed because those of a sequence `at_end` are."""
+        lead = self.leads.get(seq.seq_id)
+        return lead is not None and lead.num_tokens == len(seq) and lead.seq.seq_id in at_end
+
+    def catch_up(self, manager: BlockSpaceManager) -> None:
+        """What others have computed of a sequence counts as its own from now on."""
+        for seq in self.seqs:
+            lead = self.leads.get(seq.seq_id)
+            if lead is not None:
+                num_computed = manager.tables[lead.seq.seq_id].num_computed
+                manager.mark_computed(seq, min(num_computed, lead.num_tokens))
+                if num_computed >= lead.num_tokens:
+                    del self.leads[seq.seq_id]
+
+    def remove(self, seq: SequenceLike) -> None:
+        """A sequence does not go on. The first of those it led takes its place."""
+        self.seqs = [other for other in self.seqs if other is not seq]
+        above = self.leads.pop(seq.seq_id, None)
+        led = [other for other in self.seqs if self._is_led(other, seq)]
+        for heir in led[:1]:
+            num_tokens = self.leads.pop(heir.seq_id).num_tokens
+            if above is not None:
+                self.follow(heir, above.seq, min(num_tokens, above.num_tokens))
+            for other in led[1:]:
+                self.follow(other, heir, min(num_tokens, self.leads[other.seq_id].num_tokens))
+
+    def _is_led(self, seq: SequenceLike, by: SequenceLike) -> bool:
+        lead = self.leads.get(seq.seq_id)
+        return lead is not None and lead.seq is by

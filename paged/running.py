@@ -1,0 +1,66 @@
+"""The running groups go on; while there are too few blocks, the least urgent gives way."""
+
+from __future__ import annotations
+
+from .errors import NoFreeBlocksError
+from .job import Job, Row
+from .step_plan import StepPlan
+
+
+def go_on(plan: StepPlan) -> bool:
+    """Plan the running groups' next tokens; False when one of them got none.
+
+    Decoding groups come first: a token each, so that a long prompt keeps nobody waiting. The rest
+    of the budget goes to groups with more tokens to compute. Both in order of urgency.
+    """
+    tables, lookahead = plan.manager.tables, plan.config.num_lookahead_slots
+    everyone = True
+    prompts = []
+    for job in plan.queues.running:  # those that are preempted leave at its end
+        missing = 0
+        for seq in job.seqs:
+            table = tables[seq.seq_id]
+            missing += len(seq) - table.num_tokens + table.num_pending
+        if job.leads or missing > len(job.seqs):
+            prompts.append(job)
+        elif not _has_seats(plan, job) or missing > plan.budget:
+            everyone = False
+        elif give_slots(plan, job, lookahead):
+            plan.add([Row(seq, 1, len(seq) - 1, True) for seq in job.seqs])
+    for job in prompts:
+        if job.state == "running" and give_slots(plan, job):
+            everyone &= _has_seats(plan, job) and plan.compute(job)
+    return everyone
+
+
+def give_slots(plan: StepPlan, job: Job, num_lookahead_slots: int = 0) -> bool:
+    """A slot for each token of a group; False when it had to give way itself."""
+    try:
+        for seq in job.seqs:
+            copies = plan.manager.append_slots(seq, num_lookahead_slots)
+            if copies:
+                plan.movements.add_copies(copies)
+        return True
+    except NoFreeBlocksError as error:
+        return _make_way(plan, job, error) and give_slots(plan, job, num_lookahead_slots)
+
+
+def _has_seats(plan: StepPlan, job: Job) -> bool:
+    """Forks may have made more sequences than a step may have."""
+    return len(plan.output.seqs) + len(job.seqs) <= plan.config.max_num_seqs
+
+
+def _make_way(plan: StepPlan, job: Job, error: NoFreeBlocksError) -> bool:
+    """Preempt the least urgent running group; False when that is `job`."""
+    plan.lacks_blocks = True
+    running = plan.queues.running
+    victim = running[-1]
+    if len(running) > 1:
+        plan.preempt(victim)
+    else:
+        plan.reject(
+            job,
+            f"{error.needed} more blocks needed and {error.available} left while it runs alone; "
+            f"{plan.pool()}",
+        )
+    return victim is not job
