@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 INTERPRETED = os.environ.setdefault("TRITON_INTERPRET", "1") != "0"  # read when triton is imported
-collect_ignore = ["compiled"] if INTERPRETED else ["kernels", "paged"]
+collect_ignore = ["compiled"] if INTERPRETED else ["engine", "kernels", "paged"]
 # Workers that share a cold cache race for its files.
 os.environ["TRITON_CACHE_DIR"] = str(
     Path(tempfile.gettempdir()) / f"paged-triton-{os.environ.get('PYTEST_XDIST_WORKER', 'main')}"

@@ -105,18 +105,22 @@ def attention_forward(
 
 def mask(
     *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
     mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
-    **sizes: Any,
+    device: torch.device | str = "cpu",
+    **others: Any,
 ) -> Tensor:
-    """The mask function that transformers calls: an empty tensor that carries a `Visible`."""
+    """The mask function that transformers calls: zeros of one element that carry a `Visible`."""
     if _form(mask_function) not in _SUPPORTED_FORMS:
         raise UnsupportedModelError(
             "the model's mask is neither causal nor a causal sliding window: chunked, "
             "bidirectional and block-wise masks are not supported"
         )
-    carrier = torch.empty(0)
+    carrier = torch.zeros((), device=device).expand(batch_size, 1, q_length, kv_length)
     carrier.paged_visible = Visible(local_size, attention_mask)  # type: ignore[attr-defined]
     return carrier
 

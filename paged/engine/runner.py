@@ -19,6 +19,7 @@ from .attention import LayerCall, paged_attention_in
 from .layers import Layer, ModelLayers, read_layers
 
 CPU_POOL_BYTES = 2**30
+QUANTISED_DTYPES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class ModelRunner:
@@ -66,6 +67,7 @@ class ModelRunner:
         self.vocab_size = self._layers.vocab_size
         self.max_model_len = self._layers.max_model_len
         self.eos_token_ids = _eos_token_ids(model)
+        dtype = _cache_dtype(dtype, self._layers.dtype)
         self.cache_config = _sized(cache_config or CacheConfig(), self._layers, dtype)
         self.cache = _kv_cache(self.cache_config, self._layers, dtype)
         self.manager = BlockSpaceManager(self.cache_config)
@@ -144,7 +146,17 @@ class _Step:
         return out[None]
 
 
-def _sized(config: CacheConfig, layers: ModelLayers, dtype: torch.dtype | None) -> CacheConfig:
+def _cache_dtype(dtype: torch.dtype | None, model_dtype: torch.dtype) -> torch.dtype:
+    """The model's own, or one that quantises."""
+    if dtype is None or dtype == model_dtype or dtype in QUANTISED_DTYPES:
+        return model_dtype if dtype is None else dtype
+    raise TypeError(
+        f"dtype is {dtype!r}; it must be {model_dtype}, as K of this model, or one of "
+        + ", ".join(map(str, QUANTISED_DTYPES))
+    )
+
+
+def _sized(config: CacheConfig, layers: ModelLayers, dtype: torch.dtype) -> CacheConfig:
     """The config with the model's window, and with the number of blocks that fit."""
     if config.sliding_window not in (None, layers.sliding_window):
         raise ValueError(
@@ -158,7 +170,7 @@ def _sized(config: CacheConfig, layers: ModelLayers, dtype: torch.dtype | None) 
         config.block_size,
         layers.num_kv_heads,
         layers.head_dim,
-        layers.dtype if dtype is None else dtype,
+        dtype,
         layers.num_layers,
         layers.head_dim_v,
     )
@@ -167,7 +179,7 @@ def _sized(config: CacheConfig, layers: ModelLayers, dtype: torch.dtype | None) 
     return replace(config, num_gpu_blocks=max(CPU_POOL_BYTES // num_bytes, 1))
 
 
-def _kv_cache(config: CacheConfig, layers: ModelLayers, dtype: torch.dtype | None) -> KVCache:
+def _kv_cache(config: CacheConfig, layers: ModelLayers, dtype: torch.dtype) -> KVCache:
     assert config.num_gpu_blocks is not None
     return KVCache(
         layers.num_layers,
@@ -177,7 +189,7 @@ def _kv_cache(config: CacheConfig, layers: ModelLayers, dtype: torch.dtype | Non
         layers.head_dim,
         head_dim_v=layers.head_dim_v,
         num_cpu_blocks=config.num_cpu_blocks,
-        dtype=layers.dtype if dtype is None else dtype,
+        dtype=dtype,
         device=layers.device,
     )
 
