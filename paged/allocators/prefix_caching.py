@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
+from types import MappingProxyType
+from warnings import warn
 
 from paged.config import HashFn, check_int
 from paged.digests import DigestChain, Hasher, pack
@@ -15,6 +17,8 @@ from paged.sequence import checked_tokens
 from .base import BlockAllocator
 from .free_list import make_free_list
 
+EvictionPolicy = Callable[[Mapping[int, Entry]], int]
+
 
 class PrefixCachingBlockAllocator(BlockAllocator):
     """Mutable blocks from `allocate`; full, immutable ones once they are published.
@@ -24,6 +28,10 @@ class PrefixCachingBlockAllocator(BlockAllocator):
     sequence's blocks tail first, so that of one chain the tail is forgotten before its head.
 
     max_cached_blocks: most unreferenced blocks that keep their content; None: all.
+
+    The attribute `eviction_policy` may be set to a function that chooses instead: it is given
+    {block: entry}, least recently used first, and returns the block to forget next, which takes
+    along what is cached behind it. One that fails is dropped with a warning. No journal holds it.
     """
 
     def __init__(
@@ -40,6 +48,7 @@ class PrefixCachingBlockAllocator(BlockAllocator):
         check_int("block_size", block_size, minimum=1)
         check_int("max_cached_blocks", max_cached_blocks, minimum=0, optional=True)
         self.block_size = block_size
+        self.eviction_policy: EvictionPolicy | None = None
         self.hasher = Hasher(block_size, hash_fn, hash_seed)
         self.index = self.hasher.index
         self._root = self.hasher.root(None, None)
@@ -194,7 +203,10 @@ class PrefixCachingBlockAllocator(BlockAllocator):
         return self._free.take(n)
 
     def _evict(self, n: int) -> None:
-        """Forget the content of the `n` least recently used evictable blocks."""
+        """Forget the content of the `n` least recently used evictable blocks, or of one by policy."""
+        if self.eviction_policy is not None:
+            self._ask(self.eviction_policy)
+            n = 1
         oldest, remove, entries = self._evictable.popitem, self.index.remove, self._entries
         self._version += 1
         blocks = []
@@ -209,6 +221,19 @@ class PrefixCachingBlockAllocator(BlockAllocator):
             remove(entry)
             entries[block] = None
         self._free.give(blocks)
+
+    def _ask(self, policy: EvictionPolicy) -> None:
+        """Make the block that the policy names the next to be evicted."""
+        try:
+            self._evictable.move_to_end(policy(MappingProxyType(self._evictable)), last=False)
+        except Exception as error:  # a hint is not worth a call that fails halfway
+            self.eviction_policy = None
+            warn(
+                f"eviction_policy must return one of the blocks it is given; it failed with"
+                f" {error!r}, so the least recently used are forgotten from now on",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _give_back(self, blocks: list[int]) -> None:
         entries, evictable = self._entries, self._evictable
