@@ -98,7 +98,9 @@ def take_blocks(job: Job, manager: BlockSpaceManager) -> None:
         manager.allocate(first)
         for lead, seq, num_shared in rest:
             manager.fork(lead, seq, None if num_shared == len(seq) else num_shared)
+    job.seqs = [first]
     for lead, seq, num_shared in rest:
+        job.add(seq, behind=lead if num_shared == len(seq) else job.seqs[-1])
         if num_shared > manager.tables[seq.seq_id].num_computed:
             job.follow(seq, lead, num_shared)
 

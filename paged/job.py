@@ -31,7 +31,7 @@ class Lead(NamedTuple):
 class Job:
     """One group, and those of its sequences that go on.
 
-    seqs      a sequence comes after the one that leads it
+    seqs      a sequence comes after the one that leads it, right behind it if all is led
     leads     of the sequences whose first tokens another one has yet to compute
     number    of arrivals before it
     returns   it was preempted before
@@ -103,6 +103,11 @@ class Job:
         """The first token that this sequence has to compute itself."""
         num_computed, lead = tables[seq.seq_id].num_computed, self.leads.get(seq.seq_id)
         return num_computed if lead is None else max(num_computed, lead.num_tokens)
+
+    def add(self, seq: SequenceLike, *, behind: SequenceLike) -> None:
+        """One more sequence, in its place behind another."""
+        place = next(i for i, other in enumerate(self.seqs) if other is behind)
+        self.seqs.insert(place + 1, seq)
 
     def follow(self, seq: SequenceLike, lead: SequenceLike, num_tokens: int) -> None:
         """`lead` computes the first `num_tokens` tokens of `seq` too."""

@@ -155,7 +155,7 @@ class Scheduler:
             table = self.manager.tables[parent.seq_id]
             if table.num_computed < table.num_tokens:
                 job.follow(child, parent, table.num_tokens)
-        job.seqs.append(child)
+        job.add(child, behind=parent)
         job.group.seqs.append(child)
         self._queues.members[child.seq_id] = (child, job)
 
