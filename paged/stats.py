@@ -76,16 +76,21 @@ def collect_stats(manager: BlockSpaceManager) -> CacheStats:
 
 
 def _internal_fragmentation(manager: BlockSpaceManager) -> float:
-    """Only last blocks have empty slots, so the cost is per sequence and not per block."""
+    """Only last blocks have empty slots, so the cost is per sequence and not per block.
+
+    Metrics ask from another thread: what changes meanwhile is read once.
+    """
     gpu, block_size = manager.gpu, manager.config.block_size
-    if not gpu.num_used:
+    num_used = gpu.num_used
+    if not num_used:
         return 0.0
     filled: dict[int, int] = {}  # last block -> most tokens that a sequence has in it
     holders: dict[int, int] = {}
-    for table in manager.tables.values():
-        first = table.num_tokens // block_size
+    for table in list(manager.tables.values()):
+        num_tokens = table.num_tokens
+        first = num_tokens // block_size
         for index, block in enumerate(table.blocks[first:], first):
-            tokens = max(0, table.num_tokens - index * block_size)
+            tokens = max(0, num_tokens - index * block_size)
             filled[block] = max(filled.get(block, 0), tokens)
             holders[block] = holders.get(block, 0) + 1
     # A block with a further holder is full there: that sequence was not trimmed into it.
@@ -94,4 +99,4 @@ def _internal_fragmentation(manager: BlockSpaceManager) -> float:
         for block, count in holders.items()
         if count == gpu.ref_count(block)
     )
-    return empty / (gpu.num_used * block_size)
+    return empty / (num_used * block_size)
