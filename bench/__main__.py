@@ -35,7 +35,19 @@ class Benchmark(NamedTuple):
 
 
 BENCHMARKS = {
+    "attention": Benchmark("bench.attention", "attention over pages beside dense, on this CPU"),
     "block_manager": Benchmark("bench.block_manager", "the block manager's work, in CPU time"),
+    "prefix_policies": Benchmark("bench.prefix_policies", "prefix hits against the optimum"),
+    "host": Benchmark(
+        "bench.host", "host time of a call of the kernels", {"TRITON_INTERPRET": "1"}
+    ),
+    "traffic": Benchmark(
+        "bench.traffic", "bytes that the kernels ask for, by count", {"TRITON_INTERPRET": "1"}
+    ),
+    "gpu": Benchmark("bench.gpu", "kernels on a GPU: checks, then % of its bandwidth"),
+    "static": Benchmark(
+        "bench.static", "registers, pipeline, instructions, by compiler", {"TRITON_INTERPRET": "0"}
+    ),
 }
 COMMANDS = {
     "all": "run every benchmark, each in a process of its own",

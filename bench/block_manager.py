@@ -25,12 +25,12 @@ from bench.block_manager_steps import append_and_slot, steps
 from bench.charts import bar_chart
 from bench.records import (
     GROUPS,
-    BenchError,
     Record,
     Work,
     exact_record,
     rate_record,
     ratio_record,
+    require_peers,
     spread_text,
     text_table,
     time_in_turns,
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> Result:
     import torch
 
     torch.set_num_threads(options.threads)
-    _existing_tool(options.peers)
+    require_peers(options.peers)
     records: list[Record] = []
     for item in tqdm(list(items(options.quick, options.seed)), desc="block_manager", unit="work"):
         records += measure(item, options.quick, options.seed)
@@ -198,13 +198,3 @@ def plot(result: Result, path: Path) -> None:
     ratios = [record for record in result["records"] if record["kind"] == "ratio"]
     title = "CPU time of the block manager (log scale, spread as a line)"
     bar_chart(result, path, ratios, title, "the barest Python, or the smaller size")
-
-
-def _existing_tool(peers: list[Path] | None) -> None:
-    if peers is None:
-        return
-    folder, tool = peers
-    if not folder.is_dir():
-        raise BenchError(f"there is no folder {folder}")
-    if not tool.is_file():
-        raise BenchError(f"there is no file {tool}")

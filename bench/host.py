@@ -1,67 +1,57 @@
-"""Host time of one decode call: everything but Triton's own launch, which is taken out.
-
-    python -m bench.host [--repeats N]
+"""Host time of one call: everything but Triton's own launch, which is taken out.
 
 CPU tensors stand in for GPU tensors: the same checks run and the same launches are planned, none
-is made. Allocating the output is included.
+is made. Allocating the output is included. Beside it, in turns, a call of torch's own attention on
+tensors so small that it is host time, too.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-import statistics
-import sys
-import time
-from collections.abc import Callable, Sequence
-
-os.environ["TRITON_INTERPRET"] = "1"  # lets the backend take CPU tensors; no kernel runs
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import repeat
+from pathlib import Path
 
 import torch
-from paged_kernels import paged_attention, reshape_and_cache
+import torch.nn.functional as F
+import triton
+from paged_kernels import reshape_and_cache
 from paged_kernels._launch import Launch
 from paged_kernels.testing import make_batch
 
+from bench.charts import bar_chart
+from bench.records import (
+    BenchError,
+    Record,
+    ratio_record,
+    spread_text,
+    text_table,
+    time_in_turns,
+    time_record,
+)
+from bench.report import Result
 
-def microseconds(call: Callable[[], object], repeats: int) -> list[float]:
-    """Time of each of `repeats` rounds, a call, after a warm-up."""
-    rounds = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        for _ in range(200):
-            call()
-        rounds.append((time.perf_counter() - start) / 200 * 1e6)
-    return sorted(rounds[1:])
+CALLS = 20  # in a round
+SDPA = "SDPA on tensors of one number"
+OVER = " over SDPA"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--repeats", type=int, default=20)
-    repeats = parser.parse_args(argv).repeats
-    torch.set_num_threads(1)
-
+def calls(seed: int) -> dict[str, Callable[[], object]]:
+    """What is timed: a decode of 64 sequences of 1,024 tokens, and the write before it."""
     batch = make_batch(
-        [1024] * 64, num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16
+        [1024] * 64, num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16, seed=seed
     )
     out = torch.empty_like(batch.query)
 
     def decode(**options: object) -> Callable[[], object]:
-        return lambda: paged_attention(
-            batch.query,
-            batch.key_cache,
-            batch.value_cache,
-            batch.block_table,
-            batch.seq_lens,
-            max_seq_len=1024,
-            backend="triton",
-            **options,  # type: ignore[arg-type]
-        )
+        return lambda: batch.attend(max_seq_len=1024, backend="triton", **options)
 
     new = torch.zeros(64, 8, 128, dtype=torch.bfloat16)
     slots = torch.arange(64)
-    calls = {
+    one = torch.zeros(1, 1, 1, 1)
+    return {
+        SDPA: lambda: F.scaled_dot_product_attention(one, one, one, enable_gqa=True),
         "decode": decode(num_splits=1),
         "decode into out": decode(num_splits=1, out=out),
         "split decode (two launches)": decode(),
@@ -69,14 +59,52 @@ def main(argv: Sequence[str] | None = None) -> int:
             new, new, batch.key_cache, batch.value_cache, slots, backend="triton"
         ),
     }
+
+
+@contextmanager
+def without_launches() -> Iterator[None]:
+    """Inside the `with` block kernels are planned and not run."""
+    launch = Launch.run
     Launch.run = lambda self: None  # type: ignore[method-assign]
-    print(f"{'call':30} {'median':>8} {'min':>8} {'p80':>8}  microseconds, {repeats} rounds of 200")
-    for name, call in calls.items():
-        rounds = microseconds(call, repeats)
-        p80 = rounds[int(0.8 * (len(rounds) - 1))]
-        print(f"{name:30} {statistics.median(rounds):8.1f} {rounds[0]:8.1f} {p80:8.1f}")
-    return 0
+    try:
+        yield
+    finally:
+        Launch.run = launch  # type: ignore[method-assign]
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def run(options: Namespace) -> Result:
+    """Time all calls in turns."""
+    if not triton.knobs.runtime.interpret:  # lets the backend take CPU tensors
+        raise BenchError("triton was imported without TRITON_INTERPRET=1: use a fresh process")
+    torch.set_num_threads(options.threads)
+
+    def rounds_of(call: Callable[[], object]) -> Callable[[], object]:
+        return lambda: [call() for _ in range(CALLS)]
+
+    works = {name: repeat(rounds_of(call)) for name, call in calls(options.seed).items()}
+    with without_launches():
+        times = time_in_turns(works, rounds=50 if options.quick else 300, seed=options.seed)
+    records: list[Record] = []
+    for name, milliseconds in times.items():
+        microseconds = [1e3 * value / CALLS for value in milliseconds]
+        records.append(time_record(name, microseconds, unit="us"))
+        if name != SDPA:
+            records.append(ratio_record(name + OVER, milliseconds, times[SDPA], "x SDPA"))
+    return {"records": records}
+
+
+def table(result: Result) -> str:
+    """A line for each call."""
+    ratios = {r["name"]: f"{r['value']:.1f}" for r in result["records"] if r["kind"] == "ratio"}
+    rows = [
+        [r["name"], spread_text(r), ratios.get(r["name"] + OVER, "1")]
+        for r in result["records"]
+        if r["kind"] == "time"
+    ]
+    return text_table(["host time", "us: quartiles and median", "x SDPA"], rows)
+
+
+def plot(result: Result, path: Path) -> None:
+    """The ratios."""
+    ratios = [record for record in result["records"] if record["kind"] == "ratio"]
+    bar_chart(result, path, ratios, "Host time of a call, without Triton's launch", SDPA)

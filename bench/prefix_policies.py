@@ -1,11 +1,8 @@
 """How good the cache's choice is: hit tokens on a request trace, against the offline optimum.
 
-    python bench/prefix_policies.py TRACE [--peers DIR TOOL] [--requests N] [--json FILE]
-
-TRACE is JSON lines with `input_length` and `hash_ids`, one id per 512 tokens of the prompt (the
-Mooncake format). Requests run one after the other: a prompt is admitted, computed and freed. A hit
-is a block in an unbroken prefix, and at least one token of a prompt is computed. Prompts that are
-longer than the whole pool are left out.
+Requests run one after the other: a prompt is admitted, computed and freed. A hit is a block in an
+unbroken prefix, and at least one token of a prompt is computed. Prompts that are longer than the
+whole pool are left out. Without --trace, conversations that grow turn by turn are made up.
 
 optimum  Belady's rule on blocks: forget what is needed again last. It knows the future.
 fifo     forget what was computed first, however often it was hit since.
@@ -16,36 +13,53 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import json
-import subprocess
-import sys
+import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from importlib import util
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
+from bench.charts import new_figure, plain_numbers, series_style
+from bench.prefix_policies_vllm import in_own_process
+from bench.records import (
+    BenchError,
+    Record,
+    at_least,
+    exact_record,
+    existing_file,
+    require_peers,
+    text_table,
+)
+from bench.report import Result
 from paged import BlockSpaceManager, CacheConfig, Sequence
+from paged.trace import HASH_BLOCK_TOKENS, read_trace
 
 BLOCK_SIZE = 16
-UNIT = 512  # tokens that one id of the trace stands for
-POOLS = (8_192, 32_768, 131_072)
+OURS, OPTIMUM, FIFO, VLLM = "ours", "optimum", "fifo", "vLLM 0.33"
+POOLS, MADE_UP_POOLS, QUICK_POOLS = (
+    (8_192, 32_768, 131_072),
+    (1_024, 4_096, 16_384),
+    (1_024, 4_096),
+)
 
 
 @dataclass(frozen=True)
 class Prompt:
     num_tokens: int
-    ids: tuple[int, ...]
+    ids: tuple[int, ...]  # one for each HASH_BLOCK_TOKENS tokens
 
     def tokens(self) -> list[int]:
         """Tokens that are equal exactly where the ids are."""
-        units = (range(unit * UNIT, (unit + 1) * UNIT) for unit in self.ids)
+        size = HASH_BLOCK_TOKENS
+        units = (range(unit * size, (unit + 1) * size) for unit in self.ids)
         return [token for unit in units for token in unit][: self.num_tokens]
 
     def blocks(self) -> list[tuple[int, int]]:
         """Its full blocks: (id, part of the id's tokens)."""
-        parts = UNIT // BLOCK_SIZE
+        parts = HASH_BLOCK_TOKENS // BLOCK_SIZE
         return [(self.ids[k // parts], k % parts) for k in range(self.num_tokens // BLOCK_SIZE)]
 
     @property
@@ -53,11 +67,34 @@ class Prompt:
         return (self.num_tokens - 1) // BLOCK_SIZE
 
 
-def read_trace(path: str, num_requests: int | None) -> list[Prompt]:
+def prompts_of(trace: Path, num_requests: int | None) -> list[Prompt]:
+    """The prompts of a trace in the Mooncake format."""
     prompts = []
-    for line in Path(path).read_text(encoding="utf-8").splitlines()[:num_requests]:
-        request = json.loads(line)
-        prompts.append(Prompt(request["input_length"], tuple(request["hash_ids"])))
+    for request in read_trace(trace, limit=num_requests):
+        if request.hash_ids is None:
+            raise BenchError(
+                f"{trace} has no hash_ids, so it does not say which prompts begin alike"
+            )
+        prompts.append(Prompt(request.prompt_len, request.hash_ids))
+    return prompts
+
+
+def made_up_prompts(num_requests: int, seed: int) -> list[Prompt]:
+    """Conversations that begin with one of a few system prompts; the latest go on most often."""
+    rng = random.Random(seed)
+    names = iter(range(1 << 30))
+    systems = [tuple(next(names) for _ in range(4)) for _ in range(5)]
+    talks: list[tuple[int, ...]] = []
+    prompts = []
+    for _ in range(num_requests):
+        if talks and rng.random() < 0.7:
+            place = max(0, len(talks) - 1 - int(rng.expovariate(1 / 20)))
+            before = talks.pop(place)
+        else:
+            before = rng.choice(systems)
+        talks.append(before + tuple(next(names) for _ in range(rng.randint(1, 5))))
+        tail = rng.randint(1, HASH_BLOCK_TOKENS)
+        prompts.append(Prompt((len(talks[-1]) - 1) * HASH_BLOCK_TOKENS + tail, talks[-1]))
     return prompts
 
 
@@ -112,7 +149,7 @@ def optimum(prompts: list[Prompt], num_blocks: int) -> int:
 
     cached: dict[tuple[int, int], int] = {}  # block -> when it is needed again
     heap: list[tuple[int, int, tuple[int, int]]] = []
-    hit_tokens, parts = 0, UNIT // BLOCK_SIZE
+    hit_tokens, parts = 0, HASH_BLOCK_TOKENS // BLOCK_SIZE
     for prompt, needed_at in zip(prompts, next_use, strict=True):
         blocks = prompt.blocks()
         hit_tokens += count_hits(prompt, blocks, cached) * BLOCK_SIZE
@@ -133,72 +170,44 @@ def count_hits(prompt: Prompt, blocks: list[tuple[int, int]], cached: Any) -> in
     return prompt.most_hits
 
 
-def vllm_033(prompts: Iterable[Prompt], num_blocks: int, tool: str) -> int:
-    """The real pool of vLLM 0.33, in a process of its own: it loads a package under its name."""
-    spec = util.spec_from_file_location("peer_tool", tool)
-    assert spec is not None
-    assert spec.loader is not None
-    peer: Any = util.module_from_spec(spec)
-    spec.loader.exec_module(peer)
-    peer.setup_v033()
-    import torch
-    from vllm.utils.hashing import get_hash_fn_by_name  # type: ignore[import-not-found]
-    from vllm.v1.core import kv_cache_utils  # type: ignore[import-not-found]
-    from vllm.v1.core.kv_cache_manager import KVCacheManager  # type: ignore[import-not-found]
-    from vllm.v1.kv_cache_interface import (  # type: ignore[import-not-found]
-        FullAttentionSpec,
-        KVCacheConfig,
-        KVCacheGroupSpec,
-    )
-    from vllm.v1.request import Request  # type: ignore[import-not-found]
-
-    hash_fn = get_hash_fn_by_name("xxhash")
-    kv_cache_utils.init_none_hash(hash_fn)
-    hasher = kv_cache_utils.get_request_block_hasher(BLOCK_SIZE, hash_fn)
-    spec_of_layer = FullAttentionSpec(
-        block_size=BLOCK_SIZE, num_kv_heads=8, head_size=128, dtype=torch.bfloat16
-    )
-    manager = KVCacheManager(
-        KVCacheConfig(
-            num_blocks=num_blocks + 1,  # block 0 is the null block
-            kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec(["layer0"], spec_of_layer)],
-        ),
-        max_model_len=1 << 18,
-        scheduler_block_size=BLOCK_SIZE,
-        hash_block_size=BLOCK_SIZE,
-        enable_caching=True,
-        log_stats=True,
-    )
-    hit_tokens = 0
-    for name, prompt in enumerate(prompts):
-        request = Request(str(name), prompt.tokens(), peer._SP(), None, block_hasher=hasher)
-        blocks, num_hits, _ = manager.get_computed_blocks(request)
-        hit_tokens += num_hits
-        new = request.num_tokens - num_hits
-        allocated = manager.allocate_slots(request, new, num_hits, blocks, has_scheduled_reqs=False)
-        assert allocated is not None
-        request.num_computed_tokens = request.num_tokens
-        manager.free(request)
-    return hit_tokens
+# --- the benchmark ------------------------------------------------------------------------------
 
 
-# --- the table ----------------------------------------------------------------------------------
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--trace", type=existing_file, metavar="FILE", help="JSON lines in the Mooncake format")
+    add("--requests", type=at_least(1), metavar="N", help="only the first so many of the trace")
+    add("--peers", nargs=2, type=Path, metavar=("DIR", "TOOL"), help="measure vLLM, too")
 
 
-def measure(args: argparse.Namespace) -> Iterator[tuple[str, int, int]]:
-    prompts = read_trace(args.trace, args.requests)
+def run(options: argparse.Namespace) -> Result:
+    """Hit tokens of every policy in pools of several sizes."""
+    require_peers(options.peers)
+    pools: tuple[int, ...]
+    if options.trace is not None:
+        prompts, pools = prompts_of(options.trace, options.requests), POOLS
+        source = options.trace.stem
+    else:
+        prompts = made_up_prompts(150 if options.quick else 1_000, options.seed)
+        pools = QUICK_POOLS if options.quick else MADE_UP_POOLS
+        source = "made-up conversations"
     policies: dict[str, Callable[[list[Prompt], int], int]] = {
-        "ours": ours,
-        "optimum": optimum,
-        "fifo": fifo,
-    }
-    for num_blocks in POOLS:
+        OURS: ours, OPTIMUM: optimum, FIFO: fifo,
+    }  # fmt: skip
+    if options.peers:
+        policies[VLLM] = lambda prompts, num_blocks: in_own_process(
+            [prompt.tokens() for prompt in prompts], num_blocks, *options.peers
+        )
+    total = sum(prompt.num_tokens for prompt in prompts)
+    unlimited = optimum(prompts, 1 << 60)
+    records: list[Record] = []
+    todo = [(name, num_blocks) for num_blocks in pools for name in policies]
+    for name, num_blocks in tqdm(todo, desc="prefix_policies", unit="pool"):
         fitting = that_fit(prompts, num_blocks)
-        for name, policy in policies.items():
-            yield name, num_blocks, policy(fitting, num_blocks)
-        if args.peers:
-            yield "vLLM 0.33", num_blocks, in_own_process(args, num_blocks)
+        title = f"{source}, {len(prompts):,} requests, {num_blocks:,} blocks: {name}"
+        hits = policies[name](fitting, num_blocks)
+        records.append(exact_record(title, hits, "tokens hit", policy=name, num_blocks=num_blocks))
+    return {"prompt_tokens": total, "unlimited_hit_tokens": unlimited, "records": records}
 
 
 def that_fit(prompts: list[Prompt], num_blocks: int) -> list[Prompt]:
@@ -206,53 +215,39 @@ def that_fit(prompts: list[Prompt], num_blocks: int) -> list[Prompt]:
     return [p for p in prompts if -(-p.num_tokens // BLOCK_SIZE) <= num_blocks]
 
 
-def in_own_process(args: argparse.Namespace, num_blocks: int) -> int:
-    command = [sys.executable, __file__, args.trace, "--peers", *args.peers]
-    command += ["--only-vllm", str(num_blocks)]
-    if args.requests:
-        command += ["--requests", str(args.requests)]
-    environment = {"PEERS": args.peers[0], "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode:
-        raise SystemExit(f"vLLM's pool failed: {done.stderr.strip()[-500:]}")
-    return int(done.stdout.split()[-1])
-
-
-def main(argv: list[str] | None = None) -> int:
-    from tqdm import tqdm
-
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("trace", metavar="TRACE", help="JSON lines in the Mooncake format")
-    parser.add_argument("--peers", nargs=2, metavar=("DIR", "TOOL"), help="measure vLLM, too")
-    parser.add_argument("--requests", type=int, help="only the first so many")
-    parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
-    parser.add_argument("--only-vllm", type=int, metavar="BLOCKS", help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    prompts = read_trace(args.trace, args.requests)
-    if args.only_vllm:
-        fitting = that_fit(prompts, args.only_vllm)
-        print(vllm_033(fitting, args.only_vllm, args.peers[1]))
-        return 0
-
-    total = sum(prompt.num_tokens for prompt in prompts)
-    unlimited = optimum(prompts, 1 << 60)
-    rows = []
-    num_rows = len(POOLS) * (4 if args.peers else 3)
-    print(f"{len(prompts)} requests, {total:,} prompt tokens; {unlimited / total:.1%} could hit")
-    for name, num_blocks, hits in tqdm(measure(args), total=num_rows, file=sys.stderr):
-        rows.append({"policy": name, "num_blocks": num_blocks, "hit_tokens": hits})
-    for num_blocks in POOLS:
-        hits_of = {r["policy"]: int(r["hit_tokens"]) for r in rows if r["num_blocks"] == num_blocks}
-        cells = [
-            f"{name} {hits:>11,} ({hits / total:5.1%}, {hits / hits_of['optimum']:4.0%} of optimum)"
-            for name, hits in hits_of.items()
+def table(result: Result) -> str:
+    """A line for each policy in each pool."""
+    total, unlimited = result["prompt_tokens"], result["unlimited_hit_tokens"]
+    best = {r["num_blocks"]: r["value"] for r in result["records"] if r["policy"] == OPTIMUM}
+    rows = [
+        [
+            r["name"],
+            f"{r['value']:,}",
+            f"{r['value'] / total:.1%}",
+            f"{r['value'] / max(1, best[r['num_blocks']]):.1%}",
         ]
-        print(f"{num_blocks:>8,} blocks  " + "  ".join(cells))
-    if args.json:
-        report = {"prompt_tokens": total, "unlimited_hit_tokens": unlimited, "rows": rows}
-        Path(args.json).write_text(json.dumps(report, indent=1), encoding="utf-8")
-    return 0
+        for r in result["records"]
+    ]
+    text = text_table(["", "tokens hit", "of prompts", "of optimum"], rows)
+    return f"{text}\n{total:,} prompt tokens, {unlimited / total:.1%} could hit"
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def plot(result: Result, path: Path) -> None:
+    """Share of the prompt tokens that hit, by policy and pool."""
+    total, records = result["prompt_tokens"], result["records"]
+    figure = new_figure(result, 7, 4.5)
+    axes = figure.add_subplot()
+    for number, policy in enumerate(dict.fromkeys(r["policy"] for r in records)):
+        own = [r for r in records if r["policy"] == policy]
+        sizes, shares = (
+            [r["num_blocks"] for r in own],
+            [100 * r["value"] / total for r in own],
+        )
+        axes.errorbar(sizes, shares, label=policy, **series_style(number))
+    could = 100 * result["unlimited_hit_tokens"] / total
+    axes.axhline(could, color="black", linestyle=":", label="unlimited memory")
+    axes.set_xscale("log")
+    plain_numbers(axes.xaxis)
+    axes.set(ylim=(0, None), xlabel="blocks in the pool", ylabel="% of prompt tokens found cached")
+    axes.legend(fontsize=8)
+    figure.savefig(path)

@@ -39,9 +39,9 @@ class NotMeasuredError(BenchError):
     """This machine lacks what the benchmark measures."""
 
 
-def time_record(name: str, milliseconds: Sequence[float], **more: Any) -> Record:
-    """Median and quartiles of times."""
-    return _spread(name, "time", "ms", milliseconds) | more
+def time_record(name: str, times: Sequence[float], *, unit: str = "ms", **more: Any) -> Record:
+    """Median and quartiles of times in `unit`."""
+    return _spread(name, "time", unit, times) | more
 
 
 def rate_record(
@@ -151,6 +151,17 @@ def existing_file(text: str) -> Path:
     if not Path(text).is_file():
         raise ArgumentTypeError(f"there is no file {text}")
     return Path(text)
+
+
+def require_peers(peers: Sequence[Path] | None) -> None:
+    """BenchError unless `--peers DIR TOOL` names a folder and a file."""
+    if peers is None:
+        return
+    folder, tool = peers
+    if not folder.is_dir():
+        raise BenchError(f"--peers: there is no folder {folder}")
+    if not tool.is_file():
+        raise BenchError(f"--peers: there is no file {tool}")
 
 
 def _spread(name: str, kind: str, unit: str, values: Sequence[float]) -> Record:

@@ -1,22 +1,19 @@
 """What the kernels cost on GPUs that are not here: compiled ahead of time, read from machine code.
 
-    python -m bench.static [--json FILE] [--check]
-
-Needs a process without TRITON_INTERPRET. --check exits with 1 when a figure breaks its budget.
+Figures are those of one version of Triton. Needs a process without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import operator
-import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from paged_kernels import aot
 from paged_kernels._heuristics import planned_for
 from paged_kernels._launch import Launch
@@ -25,7 +22,10 @@ from paged_kernels.testing import make_batch, validated_call
 from paged_kernels.triton_backend import plan, plan_write
 from tqdm import tqdm
 
-from .machine_code import MATRIX_OPCODES, Cubin, amd_usage, staged_tiles
+from bench.charts import bar_chart
+from bench.machine_code import MATRIX_OPCODES, Cubin, amd_usage, staged_tiles
+from bench.records import BenchError, Record, exact_record, text_table
+from bench.report import Result
 
 KIB = 1024
 LENGTHS = (512, 4096, 32768)
@@ -99,16 +99,15 @@ BUDGETS = (
 )
 
 
-def cases() -> Iterator[tuple[str, int, int, int, Launch]]:
-    """(target, heads, KV heads, head_dim, launch) of everything reported."""
-    for target, device in aot.DEVICES.items():
+SIZES = ((32, 8, 128), (32, 32, 128), (32, 8, 64), (32, 8, 256))  # heads, KV heads, head_dim
+
+
+def cases(quick: bool = False) -> Iterator[tuple[str, int, int, int, Launch]]:
+    """(target, heads, KV heads, head_dim, launch) of everything reported; quick: of a part."""
+    targets = {"sm_90": aot.DEVICES["sm_90"]} if quick else aot.DEVICES
+    for target, device in targets.items():
         with planned_for(device):
-            for heads, kv_heads, head_dim in (
-                (32, 8, 128),
-                (32, 32, 128),
-                (32, 8, 64),
-                (32, 8, 256),
-            ):
+            for heads, kv_heads, head_dim in SIZES[:1] if quick else SIZES:
                 for launch in _launches(heads, kv_heads, head_dim):
                     yield target, heads, kv_heads, head_dim, launch
 
@@ -183,57 +182,85 @@ def _read_loops(result: Report, keys: int, cubin: Cubin, staged: list[tuple[int,
     result.matrix_opcode = next(name for name in MATRIX_OPCODES if hot.opcodes[name])
 
 
-def table(reports: Sequence[Report]) -> str:
-    """The reports as text, a line each."""
-    head = (
-        "kernel   target   heads    D  tile       warps stages  regs spill  shared KiB  per SM"
-        "  buffers  in flight KiB  load B  instr/KV B  instr at " + "/".join(map(str, LENGTHS))
-    )
-    lines = [head, "-" * len(head)]
-    for r in reports:
-        line = (
-            f"{r.kernel:8} {r.target:7} {r.num_heads:3}/{r.num_kv_heads:<3} {r.head_dim:4}  {r.tile:10}"
-            f" {r.num_warps:5} {r.num_stages:6} {r.registers:5} {r.spilled:5}"
-            f"  {r.shared_memory / KIB:10.1f}"
-        )
-        if r.programs_per_sm is not None:
-            line += f"  {r.programs_per_sm:6}"
-        if r.instructions_per_kv_byte is not None:
+# Of a report, and the unit of each. What a target's code does not tell is no record.
+FIGURES = {
+    "registers": "registers",
+    "spilled": "bytes",
+    "shared_memory": "bytes",
+    "buffers": "tiles",
+    "tiles_in_flight": "tiles",
+    "kib_in_flight": "KiB",
+    "load_bytes": "bytes",
+    "instructions_per_kv_byte": "instructions",
+}
+
+
+def run(options: Namespace) -> Result:
+    """Compile everything; a broken budget is a failure."""
+    if triton.knobs.runtime.interpret:
+        raise BenchError("triton was imported with TRITON_INTERPRET=1: use a fresh process")
+    todo = list(cases(options.quick))
+    reports = [report(*case) for case in tqdm(todo, desc="static", unit="kernel")]
+    return {
+        "reports": [asdict(r) for r in reports],
+        "records": [record for r in reports for record in records_of(r)],
+        "failures": broken_budgets(reports),
+        "exact_for": ["triton"],
+    }
+
+
+def records_of(report: Report) -> list[Record]:
+    """Its figures, to the instruction."""
+    return [
+        exact_record(f"{_title(report)}: {figure.replace('_', ' ')}", value, unit)
+        for figure, unit in FIGURES.items()
+        if (value := getattr(report, figure)) is not None
+    ]
+
+
+def _title(r: Report) -> str:
+    return f"{r.kernel} on {r.target}, {r.num_heads}/{r.num_kv_heads} x {r.head_dim}"
+
+
+def table(result: Result) -> str:
+    """A line for each kernel."""
+    rows = []
+    for r in (Report(**fields) for fields in result["reports"]):
+        cells: list[object] = [r.tile, r.num_warps, r.num_stages, r.registers, r.spilled]
+        cells += [
+            f"{r.shared_memory / KIB:.1f}",
+            "" if r.programs_per_sm is None else r.programs_per_sm,
+        ]
+        if r.instructions_per_kv_byte is None:
+            cells += [""] * 5
+        else:
             counts = "/".join(str(count) for count in r.instructions.values())
-            line += (
-                f"  {r.buffers:7}  {r.kib_in_flight:13.0f}  {r.load_bytes:6}"
-                f"  {r.instructions_per_kv_byte:10.4f}  {counts} {r.matrix_opcode}"
-            )
-        lines.append(line)
-    return "\n".join(lines)
+            cells += [r.buffers, f"{r.kib_in_flight:.0f}", r.load_bytes]
+            cells += [f"{r.instructions_per_kv_byte:.4f}", f"{counts} {r.matrix_opcode}"]
+        rows.append([_title(r), *cells])
+    head = ["kernel", "tile", "warps", "stages", "regs", "spill", "shared KiB", "per SM"]
+    head += ["buffers", "in flight KiB", "load B", "instr/KV B", f"instr at {LENGTHS}"]
+    return text_table(head, rows)
+
+
+def plot(result: Result, path: Path) -> None:
+    """Instructions per byte of K and V of every decode, over the budget."""
+    (bound,) = (b.bound for b in BUDGETS if b.figure == "instructions_per_kv_byte")
+    name = ": instructions per kv byte"
+    decodes = [
+        record | {figure: record[figure] / bound for figure in ("value", "lower", "upper")}
+        for record in result["records"]
+        if record["name"].startswith("decode") and record["name"].endswith(name)
+    ]
+    title = f"Warp instructions per byte of K and V in the loop of decode, over {bound}"
+    bar_chart(result, path, decodes, title, f"{bound}: the budget at head_dim 128")
 
 
 def broken_budgets(reports: Sequence[Report]) -> list[str]:
     """A line for each figure out of bounds."""
     return [
-        f"{r.kernel} on {r.target} ({r.num_heads}/{r.num_kv_heads} heads, D {r.head_dim}): "
-        f"{budget.figure} is {getattr(r, budget.figure)}, budget {budget.bound}"
+        f"{_title(r)}: {budget.figure} is {getattr(r, budget.figure)}, budget {budget.bound}"
         for budget in BUDGETS
         for r in reports
         if budget.broken_by(r)
     ]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--check", action="store_true")
-    args = parser.parse_args(argv)
-    reports = [report(*case) for case in tqdm(list(cases()), desc="compiling", unit="kernel")]
-    print(table(reports))
-    broken = broken_budgets(reports)
-    print(*broken, sep="\n")
-    if args.json:
-        args.json.write_text(json.dumps([asdict(r) for r in reports], indent=1) + "\n")
-    return int(args.check and bool(broken))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

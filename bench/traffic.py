@@ -1,26 +1,19 @@
 """What the kernels ask of memory, counted in Triton's interpreter with the tiles of an H200.
 
-    python -m bench.traffic [--json FILE] [--check]
-
 Every unmasked lane of every load and store counts, workspace and block tables included, over the
 least possible: the keys and values once, each query once, each output once. Sectors are the
 distinct 32-byte pieces of memory that one access touches: lanes that read the same block id share
-one, a lone number takes a whole one. --check exits with 1 when a figure breaks its budget.
+one, a lone number takes a whole one.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
-
-os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
 import numpy as np
 import torch
@@ -32,6 +25,10 @@ from paged_kernels.testing import PagedBatch, make_batch, validated_call
 from paged_kernels.triton_backend import plan, plan_write
 from tqdm import tqdm
 from triton.runtime.interpreter import InterpreterBuilder
+
+from bench.charts import bar_chart
+from bench.records import BenchError, Record, exact_record, text_table
+from bench.report import Result
 
 KIB = 1024
 SECTOR = 32  # bytes: the least that a GPU moves
@@ -75,10 +72,10 @@ class Report:
         loaded = sum(t.cache_loaded for t in self.launches)
         return loaded / self.least_cache if self.least_cache else None
 
-    def record(self) -> dict[str, Any]:
-        """All figures, as JSON takes them."""
-        names = ("bytes_ratio", "sectors_ratio", "cache_ratio")
-        return asdict(self) | {name: getattr(self, name) for name in names}
+    def ratios(self) -> dict[str, float]:
+        """What is held to budgets."""
+        ratios = {"bytes_ratio": self.bytes_ratio, "sectors_ratio": self.sectors_ratio}
+        return ratios | ({} if self.cache_ratio is None else {"cache_ratio": self.cache_ratio})
 
 
 class Case(NamedTuple):
@@ -165,20 +162,22 @@ def attention_case(
     return Case(Report(name, shape, least, least_cache), launches, caches)
 
 
-def cases() -> Iterator[Case]:
+def cases(quick: bool = False) -> Iterator[Case]:
     """Everything counted. A case that no budget is named after is there to be looked at."""
-    yield attention_case("decode", [1000, 517, 300, 77], num_splits=1)
     yield attention_case("decode", PEER_LENGTHS, head_dim=64, num_splits=1)
-    yield attention_case("split decode", [1000, 1024])
     yield attention_case("split decode", [2048], heads=(4, 1))
+    yield attention_case("cascade", [300] * 8, common_prefix_len=256)
+    yield from block_cases(make_batch([64, 100], num_kv_heads=8, head_dim=128, dtype=torch.float16))
+    if quick:
+        return
+    yield attention_case("decode", [1000, 517, 300, 77], num_splits=1)
+    yield attention_case("split decode", [1000, 1024])
     yield attention_case("split decode", [1100, 1500], head_dim=64)
     yield attention_case("split decode, group 8", [1024], heads=(8, 1))
     yield attention_case("split decode, short", PEER_LENGTHS, head_dim=64, num_splits=4)
     yield attention_case("prefill", PEER_LENGTHS, [300, 77, 16, 64], head_dim=64)
     yield attention_case("mixed", [200, 77, 600], [60, 20, 1])
-    yield attention_case("cascade", [300] * 8, common_prefix_len=256)
     yield attention_case("cascade, mixed", [300, 260, 320], [1, 4, 40], common_prefix_len=256)
-    yield from block_cases(make_batch([64, 100], num_kv_heads=8, head_dim=128, dtype=torch.float16))
 
 
 def block_cases(batch: PagedBatch) -> Iterator[Case]:
@@ -203,17 +202,48 @@ def measure(case: Case) -> Report:
     return case.report
 
 
-def table(reports: Sequence[Report]) -> str:
-    """The reports as text: the launches of a case, then all of it over the least possible."""
-    head = f"{'KiB':44}{'loaded':>8}{'stored':>8}{'least':>8}    bytes  sectors  K and V"
-    lines = [head, "-" * len(head)]
-    for r in reports:
-        lines.append(f"{r.name}: {r.shape}")
-        lines += [f"  {t.kernel:42}{t.loaded / KIB:8.1f}{t.stored / KIB:8.1f}" for t in r.launches]
-        ratios = (r.bytes_ratio, r.sectors_ratio, *([r.cache_ratio] if r.cache_ratio else []))
-        figures = "".join(f"{ratio:9.3f}" for ratio in ratios)
-        lines.append(f"  {'over the least possible':58}{r.least / KIB:8.1f}{figures}")
-    return "\n".join(lines)
+def run(options: Namespace) -> Result:
+    """Count every case; a broken budget is a failure."""
+    if not triton.knobs.runtime.interpret:
+        raise BenchError("triton was imported without TRITON_INTERPRET=1: use a fresh process")
+    todo = list(cases(options.quick))
+    reports = [measure(case) for case in tqdm(todo, desc="traffic", unit="case")]
+    return {
+        "reports": [asdict(report) for report in reports],
+        "records": [record for report in reports for record in records_of(report)],
+        "failures": broken_budgets(reports),
+    }
+
+
+def records_of(report: Report) -> list[Record]:
+    """Its ratios, to the byte."""
+    what = {"bytes_ratio": "bytes", "sectors_ratio": "sectors", "cache_ratio": "K and V"}
+    return [
+        exact_record(f"{report.name}, {report.shape}: {what[figure]}", value, "x least")
+        for figure, value in report.ratios().items()
+    ]
+
+
+def table(result: Result) -> str:
+    """The launches of each case, then all of it over the least possible."""
+    rows: list[list[str]] = []
+    values = {record["name"]: f"{record['value']:.3f}" for record in result["records"]}
+    for r in result["reports"]:
+        name = f"{r['name']}, {r['shape']}"
+        ratios = [values.get(f"{name}: {what}", "") for what in ("bytes", "sectors", "K and V")]
+        rows.append([name, "", "", f"{r['least'] / KIB:.1f}", *ratios])
+        for t in r["launches"]:
+            moved = (f"{t[what] / KIB:.1f}" for what in ("loaded", "stored"))
+            rows.append([f"  {t['kernel']}", *moved, "", "", "", ""])
+    head = ["KiB", "loaded", "stored", "least", "bytes / least", "sectors", "K and V"]
+    return text_table(head, rows)
+
+
+def plot(result: Result, path: Path) -> None:
+    """Bytes over the least possible."""
+    bars = [record for record in result["records"] if record["name"].endswith(": bytes")]
+    title = "Bytes that kernels ask for, over the least possible"
+    bar_chart(result, path, bars, title, "each byte once")
 
 
 def broken_budgets(reports: Sequence[Report]) -> list[str]:
@@ -224,25 +254,3 @@ def broken_budgets(reports: Sequence[Report]) -> list[str]:
         for figure, bound in BUDGETS.get(r.name, {}).items()
         if getattr(r, figure) > bound
     ]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--check", action="store_true")
-    args = parser.parse_args(argv)
-    if not triton.knobs.runtime.interpret:
-        parser.error("TRITON_INTERPRET came after triton was imported: use a fresh process")
-    reports = [measure(case) for case in tqdm(list(cases()), desc="interpreting", unit="case")]
-    print(table(reports))
-    broken = broken_budgets(reports)
-    print(*broken, sep="\n")
-    if args.json:
-        args.json.write_text(json.dumps([r.record() for r in reports], indent=1) + "\n")
-    return int(args.check and bool(broken))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
