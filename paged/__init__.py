@@ -20,6 +20,7 @@ from .errors import (
     NotAllocatedError,
     NotOnGpuError,
     PagedError,
+    PromptTooLongError,
     UnsupportedModelError,
 )
 from .scheduler import Scheduler
@@ -46,6 +47,7 @@ __all__ = [
     "NotOnGpuError",
     "PagedError",
     "PrefixCachingBlockAllocator",
+    "PromptTooLongError",
     "Scheduler",
     "SchedulerConfig",
     "SchedulerOutput",

@@ -34,5 +34,9 @@ class UnsupportedModelError(PagedError, ValueError):
     """The model does something that pages cannot do; the message says what."""
 
 
+class PromptTooLongError(PagedError, ValueError):
+    """The prompt can never fit into the model or into the pool."""
+
+
 class InvariantError(PagedError):
     """The bookkeeping contradicts itself: a bug, never a full pool or a wrong argument."""

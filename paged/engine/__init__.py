@@ -1,5 +1,15 @@
 """Continuous batching of transformers models over paged K and V. Needs the extra `models`."""
 
+from .engine import Engine
+from .request import CompletionOutput, RequestMetrics, RequestOutput
 from .runner import ModelRunner
+from .sampling import SamplingParams
 
-__all__ = ["ModelRunner"]
+__all__ = [
+    "CompletionOutput",
+    "Engine",
+    "ModelRunner",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+]

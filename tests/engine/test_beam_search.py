@@ -1,5 +1,7 @@
 """Beam search: the rules alone, against transformers' own search over the same tiny model."""
 
+import math
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -36,7 +38,7 @@ def searched(model, prompt, params, stop_token_ids):
     while not search.is_done:
         with torch.inference_mode():
             logits = model(torch.tensor(beams)).logits[:, -1]
-        beams = [[*beams[beam], token] for beam, token in search.advance(logits)]
+        beams = [[*beams[beam], token] for beam, token in search.advance(search.candidates(logits))]
     return search.best
 
 
@@ -86,25 +88,25 @@ def test_beams_and_scores_are_those_of_transformers(
         assert [beam.score for beam in best] == pytest.approx(scores, rel=1e-4)
 
 
-def log_probs(*rows):
-    return torch.tensor(rows).log()
+def advance(search, *probabilities):
+    return search.advance(search.candidates(torch.tensor(probabilities).log()))
 
 
 def test_three_steps_by_hand():
     search = BeamSearch(SamplingParams(num_beams=2, max_tokens=3, n=2), 3, {0})
-    assert search.advance(log_probs([0.1, 0.5, 0.4])) == [(0, 1), (0, 2)]
-    assert search.advance(log_probs([0.1, 0.1, 0.8], [0.7, 0.2, 0.1])) == [(0, 2), (1, 1)]
+    assert advance(search, [0.1, 0.5, 0.4]) == [(0, 1), (0, 2)]
+    assert advance(search, [0.1, 0.1, 0.8], [0.7, 0.2, 0.1]) == [(0, 2), (1, 1)]
     assert not search.is_done  # 2 0 has ended, one place is empty
-    assert search.advance(log_probs([0.1, 0.6, 0.3], [0.5, 0.3, 0.2])) == []
+    assert advance(search, [0.1, 0.6, 0.3], [0.5, 0.3, 0.2]) == []
     assert search.is_done
     first, second = search.best
     assert (first.token_ids, first.is_stopped) == ([1, 2, 1], False)
-    assert first.score == pytest.approx(torch.tensor(0.5 * 0.8 * 0.6).log().item() / 3)
+    assert first.score == pytest.approx(math.log(0.5 * 0.8 * 0.6) / 3)
     assert (second.token_ids, second.is_stopped) == ([2, 0], True)
-    assert second.score == pytest.approx(torch.tensor(0.4 * 0.7).log().item() / 2)
+    assert second.score == pytest.approx(math.log(0.4 * 0.7) / 2)
 
 
-def test_a_logit_that_is_not_a_number_changes_nothing():
+def test_a_logit_that_is_not_a_number_gives_no_candidates():
     search = BeamSearch(SamplingParams(num_beams=2), 16, ())
-    assert search.advance(torch.tensor([[0.0, torch.nan, 1.0]])) is None
-    assert search.advance(log_probs([0.2, 0.5, 0.3])) == [(0, 1), (0, 2)]
+    assert search.candidates(torch.tensor([[0.0, torch.nan, 1.0]])) is None
+    assert advance(search, [0.2, 0.5, 0.3]) == [(0, 1), (0, 2)]
