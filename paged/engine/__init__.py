@@ -1,6 +1,7 @@
 """Continuous batching of transformers models over paged K and V. Needs the extra `models`."""
 
 from .engine import Engine
+from .paged_cache import PagedCache
 from .request import CompletionOutput, RequestMetrics, RequestOutput
 from .runner import ModelRunner
 from .sampling import SamplingParams
@@ -9,6 +10,7 @@ __all__ = [
     "CompletionOutput",
     "Engine",
     "ModelRunner",
+    "PagedCache",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",

@@ -1,9 +1,9 @@
 """Attention over pages for transformers models, under the name "paged".
 
 A model's layers call the function that its config names, with Q, K and V and whatever keywords the
-model's `forward` got. Ours finds the step it belongs to in `paged_step`, or as an attribute of the
-K that a `PagedCache` returned; nothing is global. The mask function makes no mask: it says which
-keys the layer may see, and refuses what pages cannot do.
+model's `forward` got. Ours finds the step it belongs to in the keyword `paged_step`, so nothing is
+global. The mask function makes no mask: it says which keys the layer may see, and refuses what
+pages cannot do.
 """
 
 from __future__ import annotations
@@ -81,8 +81,7 @@ def attention_forward(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls."""
-    step = getattr(key, "paged_step", None) if paged_step is None else paged_step
-    if step is None:
+    if paged_step is None:
         raise PagedError(
             f'attention implementation "{NAME}" reads K and V from pages, and none came: pass a '
             'PagedCache of this model, or call model.set_attn_implementation("sdpa")'
@@ -100,7 +99,7 @@ def attention_forward(
         raise ValueError(f"dropout is {dropout}; call model.eval() first")
     sinks = None if s_aux is None else s_aux.detach().float()
     call = LayerCall(module, query, key, value, visible, scaling, softcap, sinks)
-    return step.attend(call), None
+    return paged_step.attend(call), None
 
 
 def mask(

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from paged_kernels import KVCache
-from torch import Tensor, nn
+from torch import Tensor
 
 from paged.batch import Batch
 from paged.block_manager import BlockSpaceManager
 from paged.config import CacheConfig, block_bytes
 
-from .attention import LayerCall, paged_attention_in
-from .layers import Layer, ModelLayers, read_layers
+from .attention import paged_attention_in
+from .layers import ModelLayers, read_layers
+from .paged_step import PagedStep
 
 CPU_POOL_BYTES = 2**30
 QUANTISED_DTYPES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -40,6 +41,7 @@ class ModelRunner:
 
     Attributes:
         cache_config, manager, cache: the settings, the block tables and the pools.
+        layers: what was found out about the model.
         vocab_size: logits per token.
         max_model_len: tokens that a sequence may have; None: no limit is known. For rotary
             embeddings that change with the longest sequence of a batch (dynamic, longrope) it ends
@@ -62,14 +64,14 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self.backend = backend
-        self._layers = read_layers(model)
-        self.device = self._layers.device
-        self.vocab_size = self._layers.vocab_size
-        self.max_model_len = self._layers.max_model_len
+        self.layers = read_layers(model)
+        self.device = self.layers.device
+        self.vocab_size = self.layers.vocab_size
+        self.max_model_len = self.layers.max_model_len
         self.eos_token_ids = _eos_token_ids(model)
-        dtype = _cache_dtype(dtype, self._layers.dtype)
-        self.cache_config = _sized(cache_config or CacheConfig(), self._layers, dtype)
-        self.cache = _kv_cache(self.cache_config, self._layers, dtype)
+        dtype = _cache_dtype(dtype, self.layers.dtype)
+        self.cache_config = _sized(cache_config or CacheConfig(), self.layers, dtype)
+        self.cache = _kv_cache(self.cache_config, self.layers, dtype)
         self.manager = BlockSpaceManager(self.cache_config)
         self._can_select = "logits_to_keep" in inspect.signature(model.forward).parameters
 
@@ -102,13 +104,13 @@ class ModelRunner:
                 f"input_ids and positions have shapes {tuple(ids.shape)} and "
                 f"{tuple(places.shape)}; the batch has {num_tokens} new tokens"
             )
-        with paged_attention_in(self._layers.configs):
+        with paged_attention_in(self.layers.configs):
             output = self.model(
                 input_ids=ids[None],
                 position_ids=places[None],
                 attention_mask=torch.ones_like(ids)[None],
                 use_cache=False,
-                paged_step=_Step(self.cache, self._layers.layers, batch, self.backend),
+                paged_step=PagedStep(self.cache, self.layers.layers, batch, self.backend),
                 **({"logits_to_keep": kept} if self._can_select else {}),
             )
         logits: Tensor = output.logits[0]
@@ -116,34 +118,6 @@ class ModelRunner:
 
     def __repr__(self) -> str:
         return f"ModelRunner({type(self.model).__name__}, {self.cache})"
-
-
-@dataclass(slots=True)
-class _Step:
-    """Answers the attention calls of one ragged batch."""
-
-    cache: KVCache
-    layers: dict[nn.Module, Layer]
-    batch: Batch
-    backend: str | None
-
-    def attend(self, call: LayerCall) -> Tensor:
-        layer = self.layers[call.module]
-        if layer.writes:
-            key, value = (x[0].transpose(0, 1) for x in (call.key, call.value))
-            self.cache.write(layer.index, key, value, self.batch, backend=self.backend)
-        out = self.cache.attend(
-            layer.index,
-            call.query[0].transpose(0, 1),
-            self.batch,
-            scale=call.scale,
-            sliding_window=call.visible.sliding_window,
-            softcap=call.softcap,
-            sinks=call.sinks,
-            backend=self.backend,
-        )
-        assert isinstance(out, Tensor)
-        return out[None]
 
 
 def _cache_dtype(dtype: torch.dtype | None, model_dtype: torch.dtype) -> torch.dtype:
