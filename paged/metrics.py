@@ -167,6 +167,7 @@ class Metrics:
         except OSError as error:
             message = f"port is {port}, address {address!r}: {error.strerror}"
             raise OSError(error.errno, message) from error
+        server.set_app(_as_text(server.get_app()))
         self._servers.append((server, thread))
         return int(server.server_port)
 
@@ -252,6 +253,11 @@ def _samples(value: Value) -> Iterator[tuple[str, dict[str, str], float]]:
         yield from (("", {label: key}, number) for key, number in numbers.items())
     else:
         yield "", {}, value
+
+
+def _as_text(app: Any) -> Any:
+    """Whatever is asked for: in OpenMetrics, prometheus_client 0.26 writes vllm_ for vllm:."""
+    return lambda environ, start: app({**environ, "HTTP_ACCEPT": "text/plain"}, start)
 
 
 def _checked_labels(labels: Mapping[str, str]) -> dict[str, str]:
