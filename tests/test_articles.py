@@ -18,6 +18,7 @@ from paged import (
     SequenceGroup,
     block_bytes,
 )
+from paged.metrics import Metrics
 from paged.trace import read_trace, sample_requests
 
 ROOT = Path(__file__).parents[1]
@@ -88,7 +89,8 @@ def test_sequences_wait_for_blocks_and_not_blocks():
         scheduler.add(SequenceGroup(name, [Sequence(name, range(num_tokens))]))
     output = scheduler.schedule()
     assert [seq.seq_id for seq in output.seqs] == ["runs"]
-    assert scheduler.num_waiting_for_blocks == 2  # not the 12 blocks that they want
+    samples = Metrics(scheduler).text("vllm").splitlines()
+    assert "vllm:num_blocks_waiting 2.0" in samples  # not the 12 blocks that the two want
 
 
 class PrintedBuddy:

@@ -105,7 +105,7 @@ def block_map_of(
     """Who owns each block of a manager's GPU pool now: a cell per block, row by row.
 
     Up to 128 blocks each cell says its block id and the seq_id of its owner. The axes hold one
-    collection of cells for each state and owner that there is.
+    PolyCollection of cells for each state and owner that there is.
     """
     from matplotlib.collections import PolyCollection
 
@@ -139,6 +139,9 @@ def block_map_of(
         axes.set_yticks(range(0, rows, ceil(rows / 8)))
         axes.yaxis.set_major_formatter(lambda y, _: str(round(y * columns)))
         axes.patch.set(hatch="///", edgecolor=EDGE)  # shows where no block is
+        borders = [divmod(b, columns) for b in range(1, num_blocks) if frame[b] != frame[b - 1]]
+        tops = [y for y, _ in borders]
+        axes.vlines([x for _, x in borders], tops, [y + 1 for y in tops], "white", linewidth=0.8)
     axes.set(xlim=(0, columns), ylim=(rows, 0), title=title or "")
     _add_legend(figure, numbers)
     return saved(figure, path)

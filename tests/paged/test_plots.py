@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
 
 from paged import BlockSpaceManager, CacheConfig, Sequence
@@ -108,19 +109,18 @@ def a_busy_manager(num_blocks=24):
 def test_a_map_of_a_manager_has_a_cell_for_every_block(num_blocks):
     manager = a_busy_manager(num_blocks)
     (axes,) = block_map_of(manager).axes
-    num_cells = {int(cells.get_label()): len(cells.get_paths()) for cells in axes.collections}
+    cells = {int(c.get_label()): c for c in axes.collections if isinstance(c, PolyCollection)}
+    num_cells = {state: len(collection.get_paths()) for state, collection in cells.items()}
     gpu = manager.stats().gpu
     assert num_cells.pop(FREE) == gpu.num_free - gpu.num_cached
     assert num_cells.pop(CACHED) == gpu.num_cached == 2
     assert num_cells.pop(SHARED) == sum(n > 1 for n in manager.gpu.ref_counts) == 4
     assert num_cells == {0: 1, 1: 2, 2: 1}  # A's old tail, B's two, the fork's copy
     assert sum(num_cells.values()) + 4 == gpu.num_used
-    cells = {int(cells.get_label()): cells for cells in axes.collections}
     for state, colour in [(SHARED, STATE_COLOURS[SHARED]), (1, OWNER_COLOURS[1])]:
         np.testing.assert_allclose(cells[state].get_facecolor()[0][:3], to_rgb(colour))
-    assert len({tuple(path.vertices[0]) for c in axes.collections for path in c.get_paths()}) == (
-        num_blocks
-    )
+    corners = {tuple(path.vertices[0]) for c in cells.values() for path in c.get_paths()}
+    assert len(corners) == num_blocks
 
 
 def test_cells_of_a_small_pool_name_block_and_holders():
