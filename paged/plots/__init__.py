@@ -6,6 +6,8 @@ does a lightness, a hatch, a marker or a word, so that a print in grey says the 
 """
 
 from .blocks import block_map, block_map_of, owners
+from .dense import memory_and_time
+from .policies import hits_against_pool_size
 from .rates import roofline
 from .sharing import prefix_sharing_tree
 from .style import CACHED, FREE, OWNER_COLOURS, SHARED, STATE_COLOURS
@@ -20,6 +22,8 @@ __all__ = [
     "STATE_COLOURS",
     "block_map",
     "block_map_of",
+    "hits_against_pool_size",
+    "memory_and_time",
     "owners",
     "prefix_sharing_tree",
     "roofline",

@@ -1,0 +1,269 @@
+"""Which block size suits a traffic: waste, tables, host time, cache hits and kernels by size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from paged.config import check_int
+from paged.provenance import commit, versions
+from paged.replay_config import final_length
+from paged.trace import Request
+
+from .attention import AttentionShape, kernel_time_ratios
+from .choice import BASE, Candidate, Recommendation, recommend
+from .prefixes import expected_loss, hit_tokens, shared_prefixes
+from .side_by_side import Replayed, first_within, replay_side_by_side
+from .tables import text_table
+from .timing import Ratio
+from .traffic import Traffic, TuningError, as_requests, life
+from .waste import slots_at_end, slots_over_life
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from paged.plots.style import FilePath
+
+BLOCK_SIZES = (1, 4, 8, 16, 32, 64, 128, 256)
+TABLE_ENTRY_BYTES = 4  # int32
+
+
+@dataclass(frozen=True)
+class BlockSizeRow:
+    """What one block size costs. Shares in 0..1; None: not measured, or unknown to the trace.
+
+    waste_at_end    slots without a token when every sequence has its full length (closed form)
+    waste           the same over all steps of all sequences (closed form)
+    waste_replayed  the same in the real manager, over the first requests, sharing included
+    table_bytes     block table of `num_seqs` sequences as long as the longest
+    host_time       scheduler, manager and arrays of a step, over size 16 (or the next to it)
+    hit_tokens      prompt tokens found in a cache with room for all, as the trace shows them
+    hit_loss        share of the prompt tokens expected to be missed against blocks of one token
+    kernel_time     attention of a decode step, over size 16
+    sequences       running sequences that fit into the memory, on average over their lives
+    """
+
+    block_size: int
+    waste_at_end: float
+    waste: float
+    table_bytes: int
+    waste_replayed: float | None = None
+    host_time: Ratio | None = None
+    hit_tokens: int | None = None
+    hit_loss: float | None = None
+    kernel_time: Ratio | None = None
+    sequences: int | None = None
+
+    @property
+    def cost(self) -> float:
+        """What the recommendation goes by: empty slots plus expected misses."""
+        return self.waste + (self.hit_loss or 0.0)
+
+
+@dataclass(frozen=True)
+class BlockSizeSweep:
+    """The answer of `sweep_block_sizes`."""
+
+    requests: int
+    replayed_requests: int
+    prompt_tokens: int
+    longest: int  # tokens of a sequence
+    num_seqs: int  # of the block table that is counted
+    rows: tuple[BlockSizeRow, ...]
+    recommendation: Recommendation
+    notes: tuple[str, ...]
+    versions: dict[str, str | None]
+    commit: str | None
+
+    def row(self, block_size: int) -> BlockSizeRow:
+        """The row of one size; KeyError when it was not asked for."""
+        return {row.block_size: row for row in self.rows}[block_size]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values, for JSON."""
+        return asdict(self)
+
+    def plot(self, path: FilePath | None = None) -> Figure:
+        """Waste against block size, the recommended one marked."""
+        from paged.plots import waste_against_block_size
+
+        return waste_against_block_size(
+            [
+                {
+                    "block_size": row.block_size,
+                    "at full length": row.waste_at_end,
+                    "over life": row.waste,
+                    "over life, replayed": row.waste_replayed,
+                }
+                for row in self.rows
+            ],
+            recommended=self.recommendation.block_size,
+            path=path,
+        )
+
+    def __str__(self) -> str:
+        columns: dict[str, list[Any]] = {
+            "empty at end": [f"{row.waste_at_end:.2%}" for row in self.rows],
+            "over life": [f"{row.waste:.2%}" for row in self.rows],
+            "replayed": [_share(row.waste_replayed) for row in self.rows],
+            "table, KiB": [f"{row.table_bytes / 1024:,.0f}" for row in self.rows],
+            "host time": [row.host_time for row in self.rows],
+            "hits": [
+                None if row.hit_tokens is None else f"{row.hit_tokens / self.prompt_tokens:.1%}"
+                for row in self.rows
+            ],
+            "missed hits": [_share(row.hit_loss) for row in self.rows],
+            "kernel time": [row.kernel_time for row in self.rows],
+            "fit": [row.sequences for row in self.rows],
+        }
+        columns = {
+            name: ["-" if cell is None else cell for cell in cells]
+            for name, cells in columns.items()
+            if any(cell is not None for cell in cells)
+        }
+        sizes = [row.block_size for row in self.rows]
+        table = text_table(["block", *columns], list(zip(sizes, *columns.values(), strict=True)))
+        return "\n".join([table, *self.notes, f"Take {self.recommendation}"])
+
+
+def sweep_block_sizes(
+    lengths_or_trace: Traffic,
+    block_sizes: Sequence[int] = BLOCK_SIZES,
+    *,
+    memory_tokens: int | None = None,
+    num_seqs: int = 256,
+    replayed: bool = True,
+    measure_kernels: bool | None = None,
+    shape: AttentionShape | None = None,
+    device: str | None = None,
+    limit: int | None = None,
+    seed: int = 0,
+    progress: bool = False,
+) -> BlockSizeSweep:
+    """What each block size costs for this traffic, and which to take.
+
+    The recommendation follows the fixed rule of `paged.tuning.choice`: from 16 up while the cost
+    stays within one percentage point of 16's, down to 8 at the least where 16 costs over 10 %.
+
+    memory_tokens: tokens that the memory has room for, to count the sequences that fit.
+    num_seqs: sequences in the block table that is counted.
+    replayed: also run the first requests through the real scheduler and manager at each size.
+    measure_kernels: time a decode step of one layer at each size; None: if there is a GPU. On a
+        CPU it is the torch backend that is timed.
+    shape, device: of that step; by default AttentionShape() on a GPU if there is one.
+
+    The trace tells shared prefixes in steps of 512 tokens. Where two prompts part within such a
+    step is unknown, so what smaller blocks miss there is worked out as an expectation.
+    ValueError for a wrong argument, TraceError and TuningError for a traffic that cannot be read.
+    """
+    from tqdm import tqdm
+
+    sizes = _checked_sizes(block_sizes)
+    check_int("num_seqs", num_seqs, minimum=1)
+    check_int("memory_tokens", memory_tokens, minimum=1, optional=True)
+    requests = as_requests(lengths_or_trace, limit=limit)
+    base = min(sizes, key=lambda size: (abs(size - BASE), size))
+    some = first_within(requests) if replayed else []
+    kernels: dict[int, Ratio] = {}
+    runs: dict[int, Replayed] = {}
+    with tqdm(total=len(sizes) * replayed + 1, unit="size", disable=not progress) as bar:
+        if replayed:
+            bar.set_description("replay")
+            runs = replay_side_by_side(some, sizes, base, seed=seed, progress=bar.update)
+        device = device or ("cuda" if measure_kernels is not False and _has_gpu() else "cpu")
+        if measure_kernels or (measure_kernels is None and device != "cpu"):
+            bar.set_description("kernels")
+            kernels = kernel_time_ratios(
+                requests, sizes, base, shape or AttentionShape(), device=device, seed=seed
+            )
+        bar.update()
+    rows = _rows(requests, sizes, runs, kernels, num_seqs, memory_tokens)
+    candidates = [
+        Candidate(row.block_size, row.cost, row.host_time, row.kernel_time) for row in rows
+    ]
+    return BlockSizeSweep(
+        requests=len(requests),
+        replayed_requests=len(some),
+        prompt_tokens=sum(request.prompt_len for request in requests),
+        longest=max(map(final_length, requests)),
+        num_seqs=num_seqs,
+        rows=tuple(rows),
+        recommendation=recommend(candidates),
+        notes=_notes(requests, some, kernels, device),
+        versions=versions(),
+        commit=commit(),
+    )
+
+
+def _rows(
+    requests: list[Request],
+    sizes: Sequence[int],
+    runs: dict[int, Replayed],
+    kernels: dict[int, Ratio],
+    num_seqs: int,
+    memory_tokens: int | None,
+) -> list[BlockSizeRow]:
+    shared = None if requests[0].hash_ids is None else shared_prefixes(requests)
+    prompt_tokens = sum(request.prompt_len for request in requests)
+    num_steps = sum(len(life(request)) for request in requests)
+    longest = max(map(final_length, requests))
+    rows = []
+    for size in sizes:
+        over_life, run = slots_over_life(requests, size), runs.get(size)
+        rows.append(
+            BlockSizeRow(
+                block_size=size,
+                waste_at_end=slots_at_end(requests, size).waste,
+                waste=over_life.waste,
+                table_bytes=num_seqs * -(-longest // size) * TABLE_ENTRY_BYTES,
+                waste_replayed=None if run is None else run.waste,
+                host_time=None if run is None else run.host_time,
+                hit_tokens=None if shared is None else hit_tokens(requests, shared, size),
+                hit_loss=None
+                if shared is None
+                else expected_loss(requests, shared, size) / prompt_tokens,
+                kernel_time=kernels.get(size),
+                sequences=None
+                if memory_tokens is None
+                else memory_tokens * num_steps // over_life.held,
+            )
+        )
+    return rows
+
+
+def _notes(
+    requests: list[Request], some: list[Request], kernels: dict[int, Ratio], device: str
+) -> tuple[str, ...]:
+    notes = []
+    if some:
+        notes.append(
+            f"replayed: the first {len(some):,} of {len(requests):,} requests; host time is that of"
+            " a step's scheduling, over the base, with its spread"
+        )
+    if requests[0].hash_ids is not None:
+        notes.append(
+            "missed hits: the trace tells shared prefixes in steps of 512 tokens; where prompts part"
+            " within such a step is taken as equally likely everywhere"
+        )
+    notes.append(f"kernel time: decode on {device}" if kernels else "kernel time: not measured")
+    return tuple(notes)
+
+
+def _checked_sizes(block_sizes: Sequence[int]) -> list[int]:
+    sizes = list(block_sizes)
+    for size in sizes:
+        check_int("block_sizes", size, minimum=1)
+    if not sizes or len(set(sizes)) < len(sizes):
+        raise TuningError(f"block_sizes is {sizes}; it must hold different sizes in tokens")
+    return sorted(sizes)
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _share(number: float | None) -> str | None:
+    return None if number is None else f"{number:.2%}"

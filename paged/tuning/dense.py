@@ -1,0 +1,250 @@
+"""What paging costs and what it saves, against dense attention on the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from paged.config import block_bytes, check_int
+from paged.provenance import commit, versions
+
+from .attention import AttentionShape, Problem, times, typical_lengths
+from .reservation import LONGEST, PAGES, POWER_OF_TWO, Reservation, reservations
+from .tables import text_table
+from .timing import Ratio, lower_quartile, ratio
+from .traffic import Traffic, as_requests
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from torch import Tensor
+
+    from paged.plots.style import FilePath
+
+DENSE = "dense"
+SHUFFLED, IN_ORDER, GATHERED = "paged, shuffled", "paged, in order", "gathered, then dense"
+DECODE, PREFILL = "decode", "prefill"
+
+
+@dataclass(frozen=True)
+class AttentionTime:
+    """One way of attending in one phase.
+
+    milliseconds  lower quartile of a call
+    ratio         to dense attention, measured in turns
+    error         largest difference from float64 over the largest value
+    """
+
+    phase: str
+    name: str
+    milliseconds: float
+    ratio: Ratio
+    error: float
+
+
+@dataclass(frozen=True)
+class DenseComparison:
+    """The answer of `compare_with_dense`."""
+
+    requests: int
+    seq_lens: dict[str, tuple[int, ...]]  # of the timed batch, by phase
+    block_size: int
+    shape: AttentionShape
+    device: str
+    threads: int
+    times: tuple[AttentionTime, ...]
+    memory: tuple[Reservation, ...]
+    bytes_per_token: int  # K and V of all layers
+    versions: dict[str, str | None]
+    commit: str | None
+
+    def time(self, phase: str, name: str = SHUFFLED) -> AttentionTime:
+        """One row of `times`."""
+        return next(row for row in self.times if (row.phase, row.name) == (phase, name))
+
+    def scheme(self, name: str) -> Reservation:
+        """One row of `memory`."""
+        return next(row for row in self.memory if row.scheme == name)
+
+    @property
+    def verdict(self) -> str:
+        """What paging costs and saves, in three sentences."""
+        pages, longest, power = (
+            self.scheme(name).average for name in (PAGES, LONGEST, POWER_OF_TWO)
+        )
+        decode, prefill = self.time(DECODE), self.time(PREFILL)
+        worst = max(row.error for row in self.times if row.name in (SHUFFLED, IN_ORDER))
+        dense = max(row.error for row in self.times if row.name == DENSE)
+        return (
+            f"Memory: a running sequence holds {pages:,.0f} token slots in pages, {longest:,.0f}"
+            f" when all reserve the longest length and {power:,.0f} as the next power of two: the"
+            f" same memory carries {longest / pages:.1f} and {power / pages:.2f} times as many"
+            f" sequences. Time: attention over shuffled pages takes {decode.ratio} times as long"
+            f" as dense in decode, {prefill.ratio} in prefill. Error against float64: paged"
+            f" {worst:.1e}, dense {dense:.1e}."
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values, for JSON."""
+        return asdict(self) | {"verdict": self.verdict}
+
+    def plot(self, path: FilePath | None = None) -> Figure:
+        """Memory by scheme, and times over dense with their spread."""
+        from paged.plots.dense import memory_and_time
+
+        return memory_and_time(
+            [asdict(row) for row in self.memory],
+            [
+                {"name": f"{row.phase}: {row.name}", **asdict(row.ratio)}
+                for row in self.times
+                if row.name != DENSE
+            ],
+            path=path,
+        )
+
+    def __str__(self) -> str:
+        memory = [
+            [
+                row.scheme,
+                f"{row.average * self.bytes_per_token / 2**20:,.1f}",
+                f"{row.use_at_end:.1%}",
+                f"{row.use_over_life:.1%}",
+                "-" if row.sequences is None else f"{row.sequences:,}",
+            ]
+            for row in self.memory
+        ]
+        attention = [
+            [
+                f"{row.phase}, {row.name}",
+                f"{row.milliseconds:.3g}",
+                "1" if row.name == DENSE else row.ratio,
+                f"{row.error:.1e}",
+            ]
+            for row in self.times
+        ]
+        shape = self.shape
+        return "\n\n".join(
+            [
+                text_table(
+                    ["memory of a running sequence", "MiB", "used at end", "over life", "fit"],
+                    memory,
+                ),
+                text_table(["attention of one layer", "ms", "x dense", "error"], attention),
+                f"{shape.num_heads} heads on {shape.num_kv_heads} of {shape.head_dim},"
+                f" {shape.dtype}, blocks of {self.block_size}, {self.device}, threads"
+                f" {self.threads}; decode of {len(self.seq_lens[DECODE])} sequences of"
+                f" {min(self.seq_lens[DECODE]):,} to {max(self.seq_lens[DECODE]):,} tokens",
+                self.verdict,
+            ]
+        )
+
+
+def compare_with_dense(
+    lengths_or_trace: Traffic,
+    *,
+    shape: AttentionShape | None = None,
+    layers: int = 1,
+    block_size: int = 16,
+    memory: int | None = None,
+    device: str = "cpu",
+    threads: int = 1,
+    batch: int = 8,
+    longest: int = 2048,
+    chunk: int = 128,
+    seconds: float = 3.0,
+    limit: int | None = None,
+    seed: int = 0,
+    progress: bool = False,
+) -> DenseComparison:
+    """Paged against dense attention for this traffic: error, time and memory.
+
+    Timed are a decode step of `batch` sequences, whose lengths are those of the traffic at evenly
+    spaced ranks, none above `longest`, and a prefill of the last `chunk` tokens of the middle one.
+    Dense is torch's SDPA over contiguous K and V. Every way is first compared with float64, then
+    they run in turns for `seconds` per phase, and lower quartiles are compared. With one thread on
+    the CPU it is CPU time that counts.
+
+    memory: bytes for K and V of all `layers`, to count the sequences that fit; None: not counted.
+    Memory is worked out for all requests, times for that batch. ValueError for a wrong argument.
+    """
+    from tqdm import tqdm
+
+    shape = AttentionShape() if shape is None else shape
+    sizes = {"batch": batch, "longest": longest, "chunk": chunk, "block_size": block_size}
+    for name, value in {**sizes, "layers": layers, "threads": threads}.items():
+        check_int(name, value, minimum=1)
+    check_int("memory", memory, minimum=1, optional=True)
+    requests = as_requests(lengths_or_trace, limit=limit)
+    bytes_per_token = block_bytes(1, shape.num_kv_heads, shape.head_dim, shape.dtype, layers)
+    lengths = typical_lengths(requests, batch, longest)
+    middle = lengths[len(lengths) // 2]
+    work = {
+        DECODE: (lengths, [1] * len(lengths)),
+        PREFILL: ([middle], [min(chunk, middle)]),
+    }
+    rows: list[AttentionTime] = []
+    with tqdm(work.items(), unit="phase", disable=not progress) as bar:
+        for phase, (seq_lens, query_lens) in bar:
+            bar.set_description(phase)
+            problem = Problem(seq_lens, query_lens, shape, device=device, seed=seed)
+            rows += _timed(
+                phase,
+                problem,
+                block_size,
+                device=device,
+                threads=threads,
+                seconds=seconds,
+                seed=seed,
+            )
+    return DenseComparison(
+        requests=len(requests),
+        seq_lens={phase: tuple(seq_lens) for phase, (seq_lens, _) in work.items()},
+        block_size=block_size,
+        shape=shape,
+        device=device,
+        threads=threads,
+        times=tuple(rows),
+        memory=tuple(
+            reservations(
+                requests, block_size, None if memory is None else memory // bytes_per_token
+            )
+        ),
+        bytes_per_token=bytes_per_token,
+        versions=versions(),
+        commit=commit(),
+    )
+
+
+def _timed(
+    phase: str,
+    problem: Problem,
+    block_size: int,
+    *,
+    device: str,
+    threads: int,
+    seconds: float,
+    seed: int,
+) -> Sequence[AttentionTime]:
+    """All ways of attending in one phase, checked, then timed."""
+    shuffled, in_order = (
+        problem.in_blocks(block_size, shuffled=s, seed=seed) for s in (True, False)
+    )
+    calls: dict[str, Callable[[], Tensor]] = {
+        DENSE: problem.dense,
+        SHUFFLED: partial(problem.paged, shuffled),
+        IN_ORDER: partial(problem.paged, in_order),
+        GATHERED: partial(problem.gathered, shuffled),
+    }
+    errors = {name: problem.error(call()) for name, call in calls.items()}
+    series = times(calls, device=device, threads=threads, seconds=seconds, seed=seed)
+    return [
+        AttentionTime(
+            phase,
+            name,
+            1e3 * lower_quartile(series[name]),
+            ratio(series[name], series[DENSE], lower_quartile),
+            errors[name],
+        )
+        for name in calls
+    ]

@@ -1,0 +1,164 @@
+"""Eviction policies of a prefix cache, and what each finds again on a trace.
+
+A policy is a function of a cached block; the block with the least value is forgotten first:
+
+    def lru(block):
+        return block.last_used, -block.position
+
+It is asked whenever a prompt uses the block, so the value must follow from that use; an object with
+`__call__` may keep what it likes besides. Ties go to the block that has been in the cache longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Any
+
+from paged.trace import HASH_BLOCK_TOKENS, Request
+
+from .traffic import TuningError
+
+NEVER = 1 << 62
+
+
+@dataclass(slots=True)
+class CachedBlock:
+    """What a policy may look at. Times count the requests of the trace."""
+
+    position: int  # in its prompt; 0 is the first block
+    computed_at: int
+    last_used: int
+    num_uses: int  # prompts that had it, the one that computed it included
+    prompt_blocks: int  # of the last prompt that had it
+    next_use: int  # the future, which no real cache knows: NEVER, or a request to come
+
+
+Policy = Callable[[CachedBlock], Any]
+
+
+def lru(block: CachedBlock) -> Any:
+    """What was used last longest ago; of one prompt the tail first. The block manager's rule."""
+    return block.last_used, -block.position
+
+
+def fifo(block: CachedBlock) -> Any:
+    """What was computed first, however often it was hit since."""
+    return block.computed_at, -block.position
+
+
+def lfu(block: CachedBlock) -> Any:
+    """What the fewest prompts had; of those the least recently used."""
+    return block.num_uses, block.last_used, -block.position
+
+
+def largest_first(block: CachedBlock) -> Any:
+    """The blocks of the longest prompt."""
+    return -block.prompt_blocks, block.last_used, -block.position
+
+
+def reused_last(block: CachedBlock) -> Any:
+    """What only one prompt ever had, then the rest, least recently used first."""
+    return block.num_uses > 1, block.last_used, -block.position
+
+
+def optimum(block: CachedBlock) -> Any:
+    """Belady's rule: what is needed again last. It looks into the future; no policy finds more."""
+    return -block.next_use, -block.position
+
+
+POLICIES: dict[str, Policy] = {
+    policy.__name__: policy for policy in (lru, fifo, lfu, largest_first, reused_last)
+}
+
+
+class Prompts:
+    """The prompts of a trace as chains of full blocks, numbered by content; the last may be partial.
+
+    Equal chains of hash ids are equal numbers, part by part. TuningError without hash ids, or for a
+    block size that does not divide the 512 tokens of an id.
+    """
+
+    def __init__(self, requests: Sequence[Request], block_size: int = HASH_BLOCK_TOKENS) -> None:
+        if block_size < 1 or HASH_BLOCK_TOKENS % block_size:
+            raise TuningError(
+                f"block_size is {block_size}; to follow the trace's hash ids it must divide"
+                f" {HASH_BLOCK_TOKENS}"
+            )
+        self.block_size = block_size
+        self.lengths = [request.prompt_len for request in requests]
+        self.blocks: list[list[int]] = []
+        parts = HASH_BLOCK_TOKENS // block_size
+        nodes: dict[tuple[int, int], int] = {}
+        for request in requests:
+            if request.hash_ids is None:
+                raise TuningError("the trace has no hash_ids, so what its prompts share is unknown")
+            node = 0
+            blocks: list[int] = []
+            for hash_id in request.hash_ids:
+                node = nodes.setdefault((node, hash_id), len(nodes) + 1)
+                blocks += range(node * parts, (node + 1) * parts)
+            self.blocks.append(blocks[: request.prompt_len // block_size])
+        self.next_uses = self._next_uses()
+
+    def _next_uses(self) -> list[list[int]]:
+        """For each block of each prompt the next prompt that has it."""
+        next_uses: list[list[int]] = []
+        coming: dict[int, int] = {}
+        for number in reversed(range(len(self.blocks))):
+            blocks = self.blocks[number]
+            next_uses.append([coming.get(block, NEVER) for block in blocks])
+            coming.update(dict.fromkeys(blocks, number))
+        return next_uses[::-1]
+
+
+def count_hits(
+    prompts: Prompts, policy: Policy, num_blocks: int, max_cached_blocks: int | None = None
+) -> int:
+    """Prompt tokens found in a pool of so many blocks, when prompts run one after the other.
+
+    A prompt holds all its blocks while it runs; hits are an unbroken prefix of it and never its
+    last token. Prompts longer than the pool are left out. max_cached_blocks: most blocks that stay
+    in the cache when no prompt runs; None: all.
+    """
+    size, most = prompts.block_size, num_blocks if max_cached_blocks is None else max_cached_blocks
+    cached: dict[int, CachedBlock] = {}
+    heap: list[tuple[Any, int, int]] = []  # value, a number to break ties, block
+    valid: dict[int, int] = {}  # block -> the number of its newest entry
+    num_hits = ticket = 0
+
+    def forget_down_to(room: int) -> None:
+        while len(cached) > room:
+            _, number, block = heappop(heap)
+            if valid.get(block) == number:
+                del cached[block], valid[block]
+
+    for now, blocks in enumerate(prompts.blocks):
+        length, next_uses = prompts.lengths[now], prompts.next_uses[now]
+        needed = -(-length // size)
+        if needed > num_blocks:
+            continue
+        held: list[CachedBlock] = []
+        for block in blocks[: (length - 1) // size]:
+            record = cached.pop(block, None)
+            if record is None:
+                break
+            del valid[block]
+            held.append(record)
+        num_hits += len(held)
+        forget_down_to(num_blocks - needed)
+        for position, block in enumerate(blocks):
+            if position < len(held):
+                record = held[position]
+                record.last_used, record.num_uses = now, record.num_uses + 1
+                record.prompt_blocks, record.next_use = needed, next_uses[position]
+            elif block in cached:  # computed again; the copy in the cache stays as it is
+                continue
+            else:
+                record = CachedBlock(position, now, now, 1, needed, next_uses[position])
+            ticket += 1
+            cached[block], valid[block] = record, ticket
+            heappush(heap, (policy(record), ticket, block))
+        forget_down_to(most)
+    return num_hits * size
