@@ -15,6 +15,7 @@ def waste_against_block_size(
     rows: Sequence[Mapping[str, Any]],
     *,
     recommended: int | None = None,
+    ylabel: str = "slots without a token, %",
     title: str | None = None,
     path: FilePath | None = None,
 ) -> Figure:
@@ -24,9 +25,11 @@ def waste_against_block_size(
         a curve ("closed form", "replayed", the name of a trace), a share in 0..1, or None where it
         was not measured.
     recommended: a block size to mark.
+    ylabel: what the shares are of, should some be of something else.
     Raises ValueError without rows, without a curve, or for a share outside 0..1.
     """
-    names = list(dict.fromkeys(name for row in rows for name in row if name != "block_size"))
+    cells = [cell for row in rows for cell in row.items()]
+    names = list(dict.fromkeys(k for k, share in cells if k != "block_size" and share is not None))
     if not names or any("block_size" not in row for row in rows):
         raise ValueError(
             "rows must hold a mapping per block size, with block_size and at least one curve;"
@@ -56,7 +59,7 @@ def waste_against_block_size(
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.minorticks_off()
-    axes.set(xlabel="block size, tokens", ylabel="slots without a token, %", title=title or "")
+    axes.set(xlabel="block size, tokens", ylabel=ylabel, title=title or "")
     axes.set_ylim(0, None)
     axes.grid(color="#DDDDDD", linewidth=0.6)
     if recommended is not None:

@@ -111,7 +111,18 @@ def test_waste_is_drawn_over_rising_block_sizes(tmp_path):
     assert [text.get_text() for text in axes.get_xticklabels()] == ["1", "16", "256"]
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert labels == ["closed form", "replayed", "recommended: 16"]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == (
+        "block size, tokens",
+        "slots without a token, %",
+    )
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_curve_that_was_never_measured_is_left_out():
+    rows = [{"block_size": 8, "missed hits": None, "closed form": 0.1}]
+    (axes,) = waste_against_block_size(rows, ylabel="share, %").axes
+    assert [line.get_label() for line in axes.lines] == ["closed form"]
+    assert axes.get_ylabel() == "share, %"
 
 
 @pytest.mark.parametrize(
@@ -119,6 +130,7 @@ def test_waste_is_drawn_over_rising_block_sizes(tmp_path):
     [
         ([], r"at least one curve; got \[\]"),
         ([{"block_size": 16}], "at least one curve"),
+        ([{"block_size": 16, "replayed": None}], "at least one curve"),
         ([{"waste": 0.1}], "with block_size"),
         ([{"block_size": 16, "waste": 12.0}], "waste of block size 16 is 12.0; it must be 0..1"),
     ],
