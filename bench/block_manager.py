@@ -13,6 +13,7 @@ import json
 import random
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from tqdm import tqdm
 from bench import block_manager_works as works
 from bench.block_manager_peers import add_peers, peer_figures
 from bench.block_manager_steps import append_and_slot, steps
+from bench.block_manager_works import BLOCK_SIZE
 from bench.charts import bar_chart
 from bench.records import (
     GROUPS,
@@ -40,6 +42,7 @@ from bench.report import Result
 
 NUM_BLOCKS, QUICK_BLOCKS = 131_072, 16_384
 LONG_PROMPT = 32_768
+NUM_SEQS, CONTEXT = 256, 1_024
 BAREST = ", over the barest"
 
 
@@ -67,8 +70,9 @@ def run(options: argparse.Namespace) -> Result:
     torch.set_num_threads(options.threads)
     require_peers(options.peers)
     records: list[Record] = []
-    for item in tqdm(list(items(options.quick, options.seed)), desc="block_manager", unit="work"):
-        records += measure(item, options.quick, options.seed)
+    todo = deque(items(options.quick, options.seed))
+    for _ in tqdm(range(len(todo)), desc="block_manager", unit="work"):
+        records += measure(todo.popleft(), options.quick, options.seed)
     records += growth(options.quick, options.seed)
     records += memory(QUICK_BLOCKS if options.quick else NUM_BLOCKS)
     if options.peers:
@@ -79,7 +83,7 @@ def run(options: argparse.Namespace) -> Result:
 
 def items(quick: bool, seed: int) -> Iterator[Item]:
     """What is timed. Wanted times are those of a quiet machine."""
-    blocks = QUICK_BLOCKS if quick else NUM_BLOCKS
+    blocks, hit_blocks = QUICK_BLOCKS if quick else NUM_BLOCKS, LONG_PROMPT // BLOCK_SIZE
     rng = random.Random(seed)
     prompt = works.random_tokens(rng, LONG_PROMPT)
     hit = [*prompt, 1]
@@ -100,18 +104,19 @@ def items(quick: bool, seed: int) -> Iterator[Item]:
         works.hash_prompt(prompt), works.hash_bytes(prompt), LONG_PROMPT, 50, ">= 30 M/s",
     )  # fmt: skip
     for name, single, wanted in (
-        ("step, 256 sequences of 1,024 tokens", False, "<= 0.15 ms"),
-        ("single calls, 256 sequences of 1,024 tokens", True, "<= 0.35 ms"),
+        ("step", False, "<= 0.15 ms"),
+        ("single calls", True, "<= 0.35 ms"),
     ):
-        ours = steps(rng, NUM_BLOCKS, 1_024, 256, single_calls=single)
-        yield Item(name, ours, append_and_slot(rng, 256, 1_024), wanted=wanted)
+        ours = steps(rng, NUM_BLOCKS, CONTEXT, NUM_SEQS, single_calls=single)
+        title = f"{name}, {NUM_SEQS} sequences of {CONTEXT:,} tokens"
+        yield Item(title, ours, append_and_slot(rng, NUM_SEQS, CONTEXT), wanted=wanted)
     yield Item(
-        "look up a 2,048-block hit again",
-        works.look_up(NUM_BLOCKS, hit), works.look_up_dict(2_048), wanted="<= 0.3 ms",
+        f"look up a {hit_blocks:,}-block hit again",
+        works.look_up(NUM_BLOCKS, hit), works.look_up_dict(hit_blocks), wanted="<= 0.3 ms",
     )  # fmt: skip
     yield Item(
-        "allocate a 2,048-block hit after it",
-        works.allocate_hit(NUM_BLOCKS, hit), works.count_references(2_048), wanted="<= 0.2 ms",
+        f"allocate a {hit_blocks:,}-block hit after it",
+        works.allocate_hit(NUM_BLOCKS, hit), works.count_references(hit_blocks), wanted="<= 0.2 ms",
     )  # fmt: skip
     for pool in (4_096, 131_072) if quick else (4_096, 32_768, 131_072):
         yield Item(
@@ -119,8 +124,8 @@ def items(quick: bool, seed: int) -> Iterator[Item]:
             works.swap_out(pool, 64, rng), works.pair_lists(64), wanted="<= 0.1 ms",
         )  # fmt: skip
     yield Item(
-        "fork a 2,048-block sequence",
-        works.fork(NUM_BLOCKS, prompt), works.count_references(2_048), wanted="<= 0.1 ms",
+        f"fork a {hit_blocks:,}-block sequence",
+        works.fork(NUM_BLOCKS, prompt), works.count_references(hit_blocks), wanted="<= 0.1 ms",
     )  # fmt: skip
 
 
@@ -141,17 +146,24 @@ def measure(item: Item, quick: bool, seed: int) -> list[Record]:
 def growth(quick: bool, seed: int) -> Iterator[Record]:
     """A step must cost the same whatever the pool and the context, and follow the batch."""
     rng = random.Random(seed)
-    for text, cases in (
-        ("a pool of {:,} blocks", [(pool, pool, 64, 256) for pool in (4_096, 131_072)]),
-        ("{:,} tokens each", [(n, 262_144, n, 16) for n in (1_024, 8_192 if quick else 65_536)]),
-        ("{:,} sequences", [(n, NUM_BLOCKS, 1_024, n) for n in (256, 1_024)]),
-    ):
-        names = [text.format(case[0]) for case in cases]
-        small, large = (steps(rng, *sizes) for _, *sizes in cases)
+    long, short = CONTEXT * (8 if quick else 64), CONTEXT // 16
+    sweeps = {
+        f"{NUM_SEQS} sequences of {short} tokens, pool of {{:,}} over {{:,}} blocks": [
+            (pool, short, NUM_SEQS) for pool in (NUM_BLOCKS, NUM_BLOCKS // 32)
+        ],
+        "16 sequences of {:,} over {:,} tokens": [
+            (2 * NUM_BLOCKS, context, 16) for context in (long, CONTEXT)
+        ],
+        f"{{:,}} over {{:,}} sequences of {CONTEXT:,} tokens": [
+            (NUM_BLOCKS, CONTEXT, num_seqs) for num_seqs in (4 * NUM_SEQS, NUM_SEQS)
+        ],
+    }
+    for number, (text, sizes) in enumerate(sweeps.items()):
+        large, small = (steps(rng, *size) for size in sizes)
         times = time_in_turns(
-            {"small": small, "large": large}, rounds=30 if quick else 100, seed=seed
+            {"large": large, "small": small}, rounds=30 if quick else 100, seed=seed
         )
-        name = f"step, {names[1]} over {names[0]}"
+        name = f"step, {text.format(*(size[number] for size in sizes))}"
         yield ratio_record(name, times["large"], times["small"], "x")
 
 

@@ -50,23 +50,30 @@ def plain_numbers(axis: Axis) -> None:
 
 
 def draw_bars(axes: Axes, records: Sequence[Record], names: Sequence[str], line: str) -> None:
-    """A bar for each ratio, its spread as a whisker, on a logarithmic axis with a line at 1."""
+    """A bar for each ratio, its spread as a whisker, and a line at 1.
+
+    Bars grow from 0, or from 1 on a logarithmic axis where ratios are of several sizes.
+    """
     places = range(len(records))
     values = [record["value"] for record in records]
-    axes.barh(places, [v - 1 for v in values], 0.6, left=1, color=COLOURS[0])
+    wide = max(*values, 1) > 4 * min(*values, 1)
+    if wide:
+        axes.set_xscale("log")
+        plain_numbers(axes.xaxis)
+    start = int(wide)
+    axes.barh(places, [value - start for value in values], 0.6, left=start, color=COLOURS[0])
     for place, record in zip(places, records, strict=True):
         axes.plot([record["lower"], record["upper"]], [place, place], color="black", linewidth=1.2)
+        digits = 4 if record["kind"] == "exact" else 3
         axes.annotate(
-            f"{record['value']:.3g}", (max(record["upper"], 1), place), (4, 0),
+            f"{record['value']:.{digits}g}", (max(record["upper"], 1), place), (4, 0),
             textcoords="offset points", va="center", fontsize=8,
         )  # fmt: skip
     axes.axvline(1, color="black", linestyle=":", label=line)
-    axes.set_xscale("log")
-    plain_numbers(axes.xaxis)
     axes.set_yticks(list(places), list(names), fontsize=8)
     axes.margins(x=0.12)
     axes.invert_yaxis()
-    axes.legend(loc="best", fontsize=8)
+    axes.figure.legend(loc="outside upper right", fontsize=8, frameon=False)
 
 
 def bar_chart(result: Result, path: Path, records: Sequence[Record], title: str, line: str) -> None:

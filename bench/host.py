@@ -33,29 +33,36 @@ from bench.records import (
 from bench.report import Result
 
 CALLS = 20  # in a round
+NUM_SEQS, SEQ_LEN = 64, 1_024
 SDPA = "SDPA on tensors of one number"
 OVER = " over SDPA"
 
 
 def calls(seed: int) -> dict[str, Callable[[], object]]:
-    """What is timed: a decode of 64 sequences of 1,024 tokens, and the write before it."""
+    """What is timed: a decode, and the write before it."""
     batch = make_batch(
-        [1024] * 64, num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16, seed=seed
+        [SEQ_LEN] * NUM_SEQS,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        dtype=torch.bfloat16,
+        seed=seed,
     )
     out = torch.empty_like(batch.query)
 
     def decode(**options: object) -> Callable[[], object]:
-        return lambda: batch.attend(max_seq_len=1024, backend="triton", **options)
+        return lambda: batch.attend(max_seq_len=SEQ_LEN, backend="triton", **options)
 
-    new = torch.zeros(64, 8, 128, dtype=torch.bfloat16)
-    slots = torch.arange(64)
+    new = torch.zeros(NUM_SEQS, 8, 128, dtype=torch.bfloat16)
+    slots = torch.arange(NUM_SEQS)
     one = torch.zeros(1, 1, 1, 1)
+    sizes = f"{NUM_SEQS} x {SEQ_LEN:,}"
     return {
         SDPA: lambda: F.scaled_dot_product_attention(one, one, one, enable_gqa=True),
-        "decode": decode(num_splits=1),
-        "decode into out": decode(num_splits=1, out=out),
-        "split decode (two launches)": decode(),
-        "reshape_and_cache": lambda: reshape_and_cache(
+        f"decode of {sizes}": decode(num_splits=1),
+        f"decode of {sizes}, into out": decode(num_splits=1, out=out),
+        f"split decode of {sizes} (two launches)": decode(num_splits=2),
+        f"reshape_and_cache of {NUM_SEQS} tokens": lambda: reshape_and_cache(
             new, new, batch.key_cache, batch.value_cache, slots, backend="triton"
         ),
     }

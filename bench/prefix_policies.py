@@ -22,7 +22,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from bench.charts import new_figure, plain_numbers, series_style
+from bench.charts import new_figure, series_style
 from bench.prefix_policies_vllm import in_own_process
 from bench.records import (
     BenchError,
@@ -247,7 +247,9 @@ def plot(result: Result, path: Path) -> None:
     could = 100 * result["unlimited_hit_tokens"] / total
     axes.axhline(could, color="black", linestyle=":", label="unlimited memory")
     axes.set_xscale("log")
-    plain_numbers(axes.xaxis)
+    pools = list(dict.fromkeys(r["num_blocks"] for r in records))
+    axes.set_xticks(pools, [f"{num_blocks:,}" for num_blocks in pools])
+    axes.minorticks_off()
     axes.set(ylim=(0, None), xlabel="blocks in the pool", ylabel="% of prompt tokens found cached")
     axes.legend(fontsize=8)
     figure.savefig(path)

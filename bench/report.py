@@ -110,6 +110,8 @@ def _is_record(record: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     """As JSON takes it; of a path only the name, which means the same elsewhere."""
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
     return value.name if isinstance(value, Path) else value
 
 

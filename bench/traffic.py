@@ -152,7 +152,8 @@ def attention_case(
     hints = {"max_seq_len": max(seq_lens), "max_query_len": max(query_lens or [1])}
     launches = plan(validated_call(**batch.arguments(**options, **hints)))
 
-    lens = "/".join(map(str, seq_lens))
+    equal = len(set(seq_lens)) == 1 < len(seq_lens)
+    lens = f"{len(seq_lens)} x {seq_lens[0]}" if equal else "/".join(map(str, seq_lens))
     queries = "" if query_lens is None else f"q {'/'.join(map(str, query_lens))} of "
     shape = f"{queries}kv {lens}, {heads[0]}/{heads[1]} heads, D {head_dim}"
     tokens = sum(seq_lens) - common_prefix_len * (len(seq_lens) - 1)

@@ -1,11 +1,8 @@
 """The GPU bench without a GPU: its checks in the interpreter, its reports from a made-up record."""
 
 import inspect
-import json
-import subprocess
-import sys
 import time
-from pathlib import Path
+from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
@@ -14,22 +11,19 @@ from paged_kernels import paged_attention
 
 from bench import gpu, gpu_checks, gpu_limits, gpu_rivals, gpu_timing
 from bench.gpu_checks import OPTION_SETS, SHORT, Check, assert_same_bytes, checks, run_checks
-from bench.gpu_report import plot, table
+from bench.gpu_report import plot, records_of, table
 from bench.gpu_rivals import OURS, SDPA, Problem, Shape
+from bench.records import NotMeasuredError
+from bench.report import envelope
 
 CPU = torch.device("cpu")
-SCRIPT = Path(gpu.__file__)
+OPTIONS = Namespace(quick=True, seed=0, threads=1, out=None, sanitize=False)
 
 
-def test_without_a_gpu_one_line_says_so_from_any_folder(tmp_path):
-    command = [sys.executable, str(SCRIPT), "--quick"]
-    run = subprocess.run(
-        command, cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert run.returncode == 2
-    assert run.stdout == ""
-    assert len(run.stderr.splitlines()) == 1 and "needs a GPU" in run.stderr
+def test_without_a_gpu_nothing_is_measured(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(NotMeasuredError, match="needs a GPU"):
+        gpu.run(OPTIONS)
 
 
 def test_what_is_missing_is_named(monkeypatch):
@@ -171,9 +165,8 @@ def made_up_record():
             "max_error": 1e-3, "skipped": None, **changes,
         }  # fmt: skip
 
-    return {
-        "gpu": "NVIDIA H200", "driver": "580.1", "cuda": "13.0", "commit": "abc",
-        "time": "2026-01-02T03:04:05+00:00", "versions": {"torch": "2.13", "triton": "3.9"},
+    record = envelope("gpu", OPTIONS) | {
+        "gpu": "NVIDIA H200", "driver": "580.1", "cuda": "13.0",
         "checks": [{"name": "copy", "seconds": 0.1, "error": None}],
         "rates": {"read": 4.4e12, "copy": 4.0e12, "matmul": 8e14},
         "rows": [
@@ -182,36 +175,45 @@ def made_up_record():
             row("prefill", "1 x 8k", OURS, 3.0, flops=10**12),
         ],
     }  # fmt: skip
+    return record | {"records": records_of(record)}
 
 
 def test_the_table_gives_shares_of_what_was_measured():
     ours, sdpa, absent, prefill = table(made_up_record()).splitlines()[-4:]
-    assert ours.split()[-8:] == [
-        "0.9000/1.0000/1.1000", "4.000", "90.9", "100.0", "10.0", "0.50", "21.0", "1.0e-03",
+    assert ours.split()[-10:] == [
+        "0.9000", "1.0000", "1.1000", "4.000", "90.9", "100.0", "10.0", "0.50", "21.0", "1.0e-03",
     ]  # fmt: skip
     assert " 1.00 " in sdpa and sdpa.endswith("launched from Python")
     assert absent.endswith("not measured: ImportError: none")
     assert " - " in prefill and "333.3" in prefill  # SDPA was not timed on it
 
 
-def test_a_record_is_shown_and_drawn_again_without_a_gpu(tmp_path, capsys):
-    source, picture = tmp_path / "gpu.json", tmp_path / "gpu.png"
-    source.write_text(json.dumps(made_up_record()))
-    assert gpu.main(["--from", str(source), "--plot", str(picture)]) == 0
+def test_records_hold_times_and_ratios_with_the_spread_of_both():
+    records = {record["name"]: record for record in made_up_record()["records"]}
+    assert list(records) == [
+        f"decode 8 x 8k: {OURS}", f"decode 8 x 8k: {OURS} over SDPA",
+        f"decode 8 x 8k: {OURS} of read bandwidth", f"decode 8 x 8k: {SDPA}",
+        f"prefill 1 x 8k: {OURS}",
+    ]  # fmt: skip
+    ratio = records[f"decode 8 x 8k: {OURS} over SDPA"]
+    assert (ratio["kind"], ratio["value"], ratio["repeats"]) == ("ratio", 0.5, 20)
+    assert (ratio["lower"], ratio["upper"]) == pytest.approx((0.9 / 2.2, 1.1 / 1.8))
+    share = records[f"decode 8 x 8k: {OURS} of read bandwidth"]
+    bounds = [share[name] for name in ("lower", "value", "upper")]
+    assert bounds == pytest.approx([4 / 4.4 / 1.1, 4 / 4.4, 4 / 4.4 / 0.9])
+
+
+def test_a_record_is_drawn_without_a_gpu(tmp_path):
+    picture = tmp_path / "gpu.png"
+    plot(made_up_record(), picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "1 of 1 checks passed" in capsys.readouterr().out
+    assert "1 of 1 checks passed" in table(made_up_record())
 
 
-def test_a_record_without_times_cannot_be_drawn(tmp_path):
-    with pytest.raises(ValueError, match="no times"):
-        plot(made_up_record() | {"rates": None}, tmp_path / "gpu.png")
-
-
-def test_a_wrong_kernel_is_reported_and_not_timed(monkeypatch, tmp_path, capsys):
+def test_a_wrong_kernel_is_reported_and_not_timed(monkeypatch):
     monkeypatch.setattr(gpu, "missing", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    known = {key: made_up_record()[key] for key in ("gpu", "driver", "versions", "commit", "time")}
-    monkeypatch.setattr(gpu, "environment", lambda device: known)
+    monkeypatch.setattr(gpu, "environment", lambda device: {"gpu": "H200", "driver": "580"})
 
     def refuse(*args):
         raise AssertionError("a wrong kernel was timed")
@@ -219,9 +221,7 @@ def test_a_wrong_kernel_is_reported_and_not_timed(monkeypatch, tmp_path, capsys)
     monkeypatch.setattr(gpu, "time_all", refuse)
     failed = [gpu_checks.Outcome("decode", 1.0, "off by one"), gpu_checks.Outcome("copy", 1.0)]
     monkeypatch.setattr(gpu_checks, "run_checks", lambda todo, device, num_workers: failed)
-    path = tmp_path / "gpu.json"
-    assert gpu.main(["--json", str(path), "--plot", str(tmp_path / "none.png")]) == 1
-    printed = capsys.readouterr().out
-    assert "1 of 2 checks passed" in printed and "FAILED decode: off by one" in printed
-    assert json.loads(path.read_text())["rates"] is None
-    assert not (tmp_path / "none.png").exists()
+    result = gpu.run(OPTIONS)
+    assert result["failures"] == ["FAILED decode: off by one"]
+    assert result["rates"] is None and result["records"] == []
+    assert "1 of 2 checks passed\nnothing was timed" in table(result)

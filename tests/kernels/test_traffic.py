@@ -1,6 +1,6 @@
 """The counter of memory traffic, and the budgets that the kernels' traffic is held to."""
 
-import json
+from argparse import Namespace
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from paged_kernels.copy_kernel import plan_copy
 from triton.runtime.interpreter import InterpreterBuilder
 
 import bench.traffic
+from bench.report import envelope
 from bench.traffic import (
     BUDGETS,
     SECTOR,
@@ -19,10 +20,13 @@ from bench.traffic import (
     broken_budgets,
     cases,
     counted,
-    main,
     measure,
+    records_of,
+    run,
     table,
 )
+
+OPTIONS = Namespace(quick=True, seed=0, threads=1, out=None)
 
 
 @triton.jit
@@ -88,9 +92,10 @@ def test_kernels_keep_their_budgets():
     reports = [measure(case) for case in cases()]
     assert {r.name for r in reports} >= set(BUDGETS)
     assert broken_budgets(reports) == []
-    assert all(r.bytes_ratio >= 1 for r in reports), table(reports)
-    text = table(reports)
-    assert all(r.name in text for r in reports)
+    figures = [record for report in reports for record in records_of(report)]
+    assert len({record["name"] for record in figures}) == len(figures)
+    assert all(record["value"] >= 1 for record in figures if record["name"].endswith(": bytes"))
+    assert len(list(cases(quick=True))) < len(reports)
 
 
 def test_a_broken_budget_is_named():
@@ -102,11 +107,19 @@ def test_a_broken_budget_is_named():
     ]
 
 
-def test_check_fails_on_a_broken_budget_and_json_holds_the_figures(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(bench.traffic, "cases", lambda: [attention_case("decode", [3])])
+def test_a_broken_budget_is_a_failure_and_records_hold_the_figures(monkeypatch, tmp_path):
+    case = attention_case("decode", [3], num_splits=1)
+    monkeypatch.setattr(bench.traffic, "cases", lambda quick: [case])
     monkeypatch.setitem(BUDGETS, "decode", {"bytes_ratio": 1.0})
-    path = tmp_path / "traffic.json"
-    assert main(["--check", "--json", str(path)]) == 1
-    (record,) = json.loads(path.read_text())
-    assert record["cache_ratio"] == 1 and len(record["launches"]) == 1
-    assert f"bytes_ratio is {record['bytes_ratio']:.4f}, budget 1.0" in capsys.readouterr().out
+    result = run(OPTIONS)
+    values = {record["name"].split(": ")[1]: record["value"] for record in result["records"]}
+    assert values["K and V"] == 1 and set(values) == {"bytes", "sectors", "K and V"}
+    assert result["failures"] == [
+        f"decode (kv 3, 8/2 heads, D 128): bytes_ratio is {values['bytes']:.4f}, budget 1.0"
+    ]
+    assert all(record["kind"] == "exact" for record in result["records"])
+    text = table(result)
+    assert "attention_kernel" in text and f"{values['bytes']:.3f}" in text
+    picture = tmp_path / "traffic.png"
+    bench.traffic.plot(result | envelope("traffic", OPTIONS), picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
