@@ -1,4 +1,4 @@
-"""The command line: `python -m paged` replays a trace; `size` and `debug` are commands of their own."""
+"""The command line: `python -m paged` replays a trace; further commands are modules of their own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from paged.trace import BUILT_IN_SOURCE
 
 # Each of these modules has add_arguments(parser) and run(args) -> exit code.
 COMMANDS = {
+    "generate": ("paged.generate", "text from a transformers model"),
     "size": ("paged.sizing", "bytes per token and block of a model, and what fits into a memory"),
+    "tune": ("paged.tuning.tune_command", "which block size and pool for a traffic of yours"),
+    "compare": ("paged.tuning.compare_command", "what paging costs and saves against dense"),
     "debug": ("paged.debug", "look into a block manager at work"),
 }
 PICTURES = (".png", ".svg", ".pdf")
