@@ -104,8 +104,9 @@ def block_map_of(
 ) -> Figure:
     """Who owns each block of a manager's GPU pool now: a cell per block, row by row.
 
-    Up to 128 blocks each cell says its block id and the seq_id of its owner. The axes hold one
-    PolyCollection of cells for each state and owner that there is.
+    Up to 128 blocks each cell says its block id, the seq_id of its owner and, where slots are empty,
+    how many hold a token. The axes hold one PolyCollection of cells for each state and owner that
+    there is.
     """
     from matplotlib.collections import PolyCollection
 
@@ -127,6 +128,7 @@ def block_map_of(
                 facecolor=_colour(state),
                 edgecolor=EDGE if named else "none",
                 linewidth=0.8 if named else 0,
+                clip_on=not named,  # the outermost edges lie half outside
                 label=str(state),
             )
         )
@@ -152,11 +154,15 @@ def _colour(state: int) -> str:
 
 
 def _name_cells(axes: Axes, manager: BlockSpaceManager, frame: list[int], columns: int) -> None:
-    """Write into each cell its block id, and who holds it."""
+    """Write into each cell its block id, who holds it, and how full it is when it is not full."""
+    block_size = manager.config.block_size
     holders: dict[int, list[str]] = {}
+    filled: dict[int, int] = {}
     for table in manager.tables.values():
         for block in table.held():
             holders.setdefault(block, []).append(str(table.seq_id))
+        for index, block in enumerate(table.blocks):
+            filled[block] = max(filled.get(block, 0), table.num_tokens - index * block_size)
     room = 110 // columns  # letters
     for block, state in enumerate(frame):
         y, x = divmod(block, columns)
@@ -167,6 +173,12 @@ def _name_cells(axes: Axes, manager: BlockSpaceManager, frame: list[int], column
         if len(text) > room:
             text = f"x{len(names)}" if len(names) > 1 else "…" + text[1 - room :]
         axes.text(x + 0.5, y + 0.62, text, fontsize=8, color=colour, ha="center", va="center")
+    for block, tokens in filled.items():
+        if tokens < block_size and 0 <= block < len(frame):
+            y, x = divmod(block, columns)
+            colour = "white" if _colour(frame[block]) in DARK else "black"
+            fill = f"{tokens}/{block_size}"
+            axes.text(x + 0.94, y + 0.1, fill, fontsize=6, color=colour, ha="right", va="top")
 
 
 def _add_legend(figure: Figure, numbers: dict[Any, int]) -> None:

@@ -128,11 +128,12 @@ def test_cells_of_a_small_pool_name_block_and_holders():
     figure = block_map_of(manager, title="now")
     (axes,) = figure.axes
     assert axes.get_title() == "now"
-    ids, names = axes.texts[::2], axes.texts[1::2]
+    ids, names, fills = axes.texts[:48:2], axes.texts[1:48:2], axes.texts[48:]
     assert [text.get_text() for text in ids] == [str(block) for block in range(24)]
     words = [text.get_text() for text in names]
     assert words[:5] == ["A, B, fork", "A, B, fork", "A, fork", "A, fork", "A"]
     assert words.count("cached") == 2
+    assert [text.get_text() for text in fills] == ["1/4", "2/4", "2/4"]  # of A, B, fork
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert labels[:3] == ["A", "B", "fork"]
 
