@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     dtype: str
+    heads: int | None = field(default=None, compare=False)  # of queries: none are cached
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ def read_model_config(path: str | Path) -> ModelShape:
         kv_heads=find("num_key_value_heads", "num_kv_heads", *HEAD_KEYS),
         head_dim=find("head_dim") if config.get("head_dim") else find(*HIDDEN_KEYS) // heads,
         dtype=str(dtype or "float16").removeprefix("torch."),
+        heads=heads,
     )
 
 
@@ -137,14 +139,20 @@ def size_cache(
     )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m paged size`."""
+def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that `shape_from` reads."""
     add = parser.add_argument
     add("--config", metavar="FILE", help="a model's config.json, Hugging Face style")
     add("--layers", type=int, help="layers of the model (default: from --config)")
     add("--kv-heads", type=int, help="KV heads per layer (default: from --config)")
     add("--head-dim", type=int, help="width of a head (default: from --config)")
     add("--dtype", help="of the cache (default: from --config, else float16)")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `python -m paged size`."""
+    add_shape_arguments(parser)
+    add = parser.add_argument
     add("--memory", default="80GiB", metavar="SIZE", help="the whole device (default: %(default)s)")
     add(
         "--used",
@@ -171,7 +179,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the size of the cache that the options describe."""
-    shape = _shape(args)
+    shape = shape_from(args)
     check_int("the shortest of lengths", min(args.lengths), minimum=1)
     size = size_cache(
         shape,
@@ -197,7 +205,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _shape(args: argparse.Namespace) -> ModelShape:
+def shape_from(args: argparse.Namespace) -> ModelShape:
     """The model of --config, each number replaced by its own option where one is given."""
     given = {name: getattr(args, name) for name in ("layers", "kv_heads", "head_dim", "dtype")}
     given = {name: value for name, value in given.items() if value is not None}

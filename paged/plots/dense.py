@@ -44,7 +44,7 @@ def _draw_memory(axes: Axes, memory: Sequence[Mapping[str, Any]]) -> None:
     axes.barh(names, used, color=OWNER_COLOURS[0], edgecolor=EDGE, label="with a token")
     axes.barh(names, empty, left=used, color="white", edgecolor=EDGE, hatch="///", label="empty")
     for row, share in enumerate(memory):
-        text = f" {share['use_over_life']:.0%} used"
+        text = f" {share['use_over_life']:.1%} used"
         axes.text(share["average"], row, text, va="center", fontsize="small")
     axes.set_xlim(0, 1.3 * max(row["average"] for row in memory))
     axes.set_xlabel("token slots per running sequence")

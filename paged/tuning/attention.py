@@ -32,6 +32,9 @@ class AttentionShape:
     head_dim: int = 128
     dtype: str = "float32"
 
+    def __str__(self) -> str:
+        return f"{self.num_heads} heads on {self.num_kv_heads} of {self.head_dim}, {self.dtype}"
+
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim"):
             check_int(name, getattr(self, name), minimum=1)

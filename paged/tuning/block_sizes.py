@@ -167,6 +167,7 @@ def sweep_block_sizes(
     some = first_within(requests) if replayed else []
     kernels: dict[int, Ratio] = {}
     runs: dict[int, Replayed] = {}
+    shape = shape or AttentionShape()
     with tqdm(total=len(sizes) * replayed + 1, unit="size", disable=not progress) as bar:
         if replayed:
             bar.set_description("replay")
@@ -174,9 +175,7 @@ def sweep_block_sizes(
         device = device or ("cuda" if measure_kernels is not False and _has_gpu() else "cpu")
         if measure_kernels or (measure_kernels is None and device != "cpu"):
             bar.set_description("kernels")
-            kernels = kernel_time_ratios(
-                requests, sizes, base, shape or AttentionShape(), device=device, seed=seed
-            )
+            kernels = kernel_time_ratios(requests, sizes, base, shape, device=device, seed=seed)
         bar.update()
     rows = _rows(requests, sizes, runs, kernels, num_seqs, memory_tokens)
     candidates = [
@@ -190,7 +189,7 @@ def sweep_block_sizes(
         num_seqs=num_seqs,
         rows=tuple(rows),
         recommendation=recommend(candidates),
-        notes=_notes(requests, some, kernels, device),
+        notes=_notes(requests, some, f"{shape} on {device}" if kernels else "not measured"),
         versions=versions(),
         commit=commit(),
     )
@@ -232,9 +231,7 @@ def _rows(
     return rows
 
 
-def _notes(
-    requests: list[Request], some: list[Request], kernels: dict[int, Ratio], device: str
-) -> tuple[str, ...]:
+def _notes(requests: list[Request], some: list[Request], kernels: str) -> tuple[str, ...]:
     notes = []
     if some:
         notes.append(
@@ -246,7 +243,7 @@ def _notes(
             "missed hits: the trace tells shared prefixes in steps of 512 tokens; where prompts part"
             " within such a step is taken as equally likely everywhere"
         )
-    notes.append(f"kernel time: decode on {device}" if kernels else "kernel time: not measured")
+    notes.append(f"kernel time: {kernels}")
     return tuple(notes)
 
 

@@ -83,10 +83,11 @@ def _go_up(base: Candidate, larger: Sequence[Candidate]) -> Recommendation:
         return Recommendation(
             base.block_size, f"costs {base.cost:.1%} in empty slots and missed hits; {limit}"
         )
+    host = "" if chosen.host_time is None else f" (host time {chosen.host_time} of that)"
     return Recommendation(
         chosen.block_size,
-        f"costs {chosen.cost:.1%} in empty slots and missed hits, hardly more than the"
-        f" {base.cost:.1%} of {base.block_size}, with fewer blocks to manage; {limit}",
+        f"costs {chosen.cost:.1%} in empty slots and missed hits, within {SLACK:.0%} of what"
+        f" {base.block_size} costs ({base.cost:.1%}), and has fewer blocks to manage{host}; {limit}",
     )
 
 

@@ -123,7 +123,6 @@ class DenseComparison:
             ]
             for row in self.times
         ]
-        shape = self.shape
         return "\n\n".join(
             [
                 text_table(
@@ -131,9 +130,8 @@ class DenseComparison:
                     memory,
                 ),
                 text_table(["attention of one layer", "ms", "x dense", "error"], attention),
-                f"{shape.num_heads} heads on {shape.num_kv_heads} of {shape.head_dim},"
-                f" {shape.dtype}, blocks of {self.block_size}, {self.device}, threads"
-                f" {self.threads}; decode of {len(self.seq_lens[DECODE])} sequences of"
+                f"{self.shape}, blocks of {self.block_size}, {self.device}, threads {self.threads};"
+                f" decode of {len(self.seq_lens[DECODE])} sequences of"
                 f" {min(self.seq_lens[DECODE]):,} to {max(self.seq_lens[DECODE]):,} tokens",
                 self.verdict,
             ]

@@ -32,7 +32,7 @@ class CachedBlock:
     last_used: int
     num_uses: int  # prompts that had it, the one that computed it included
     prompt_blocks: int  # of the last prompt that had it
-    next_use: int  # the future, which no real cache knows: NEVER, or a request to come
+    next_use: int  # the future, which no cache knows: the next prompt that may hit it, or NEVER
 
 
 Policy = Callable[[CachedBlock], Any]
@@ -100,16 +100,23 @@ class Prompts:
                 node = nodes.setdefault((node, hash_id), len(nodes) + 1)
                 blocks += range(node * parts, (node + 1) * parts)
             self.blocks.append(blocks[: request.prompt_len // block_size])
-        self.next_uses = self._next_uses()
 
-    def _next_uses(self) -> list[list[int]]:
-        """For each block of each prompt the next prompt that has it."""
+    def needed(self, number: int) -> int:
+        """Blocks that a prompt holds while it runs."""
+        return -(-self.lengths[number] // self.block_size)
+
+    def can_hit(self, number: int) -> list[int]:
+        """Blocks of a prompt that may be found in the cache: its last token is always computed."""
+        return self.blocks[number][: (self.lengths[number] - 1) // self.block_size]
+
+    def next_uses(self, num_blocks: int) -> list[list[int]]:
+        """For each block of each prompt the next prompt that may hit it, of those that fit."""
         next_uses: list[list[int]] = []
         coming: dict[int, int] = {}
         for number in reversed(range(len(self.blocks))):
-            blocks = self.blocks[number]
-            next_uses.append([coming.get(block, NEVER) for block in blocks])
-            coming.update(dict.fromkeys(blocks, number))
+            next_uses.append([coming.get(block, NEVER) for block in self.blocks[number]])
+            if self.needed(number) <= num_blocks:
+                coming.update(dict.fromkeys(self.can_hit(number), number))
         return next_uses[::-1]
 
 
@@ -122,7 +129,7 @@ def count_hits(
     last token. Prompts longer than the pool are left out. max_cached_blocks: most blocks that stay
     in the cache when no prompt runs; None: all.
     """
-    size, most = prompts.block_size, num_blocks if max_cached_blocks is None else max_cached_blocks
+    most = num_blocks if max_cached_blocks is None else max_cached_blocks
     cached: dict[int, CachedBlock] = {}
     heap: list[tuple[Any, int, int]] = []  # value, a number to break ties, block
     valid: dict[int, int] = {}  # block -> the number of its newest entry
@@ -134,13 +141,12 @@ def count_hits(
             if valid.get(block) == number:
                 del cached[block], valid[block]
 
-    for now, blocks in enumerate(prompts.blocks):
-        length, next_uses = prompts.lengths[now], prompts.next_uses[now]
-        needed = -(-length // size)
+    for now, next_uses in enumerate(prompts.next_uses(num_blocks)):
+        needed = prompts.needed(now)
         if needed > num_blocks:
             continue
         held: list[CachedBlock] = []
-        for block in blocks[: (length - 1) // size]:
+        for block in prompts.can_hit(now):
             record = cached.pop(block, None)
             if record is None:
                 break
@@ -148,7 +154,7 @@ def count_hits(
             held.append(record)
         num_hits += len(held)
         forget_down_to(num_blocks - needed)
-        for position, block in enumerate(blocks):
+        for position, block in enumerate(prompts.blocks[now]):
             if position < len(held):
                 record = held[position]
                 record.last_used, record.num_uses = now, record.num_uses + 1
@@ -161,4 +167,4 @@ def count_hits(
             cached[block], valid[block] = record, ticket
             heappush(heap, (policy(record), ticket, block))
         forget_down_to(most)
-    return num_hits * size
+    return num_hits * prompts.block_size

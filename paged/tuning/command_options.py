@@ -1,0 +1,119 @@
+"""What the commands of this package have in common: the traffic, the model, where results go."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from paged.config import block_bytes, check_int
+from paged.sizing import ModelShape, add_shape_arguments, parse_bytes, shape_from
+from paged.trace import BUILT_IN_SOURCE, Request, read_trace, sample_requests
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+BUILT_IN_REQUESTS = 2000
+
+
+class Answer(Protocol):
+    """What every function of this package returns."""
+
+    def to_dict(self) -> dict[str, Any]: ...
+    def plot(self, path: Any = None) -> Figure: ...
+
+
+def add_traffic_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that `traffic` reads."""
+    add = parser.add_argument
+    add(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="Azure CSV or Mooncake JSON lines (default: built-in lengths)",
+    )
+    add("--requests", type=int, metavar="N", help="only the first so many (default: all)")
+    add("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that `model` and `memory` read."""
+    add_shape_arguments(parser)
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="for K and V of all layers, like 8GiB; wants --config or the shape",
+    )
+
+
+def add_result_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that `write_results` reads."""
+    add = parser.add_argument
+    add("--json", type=Path, metavar="FILE", help="write all figures there (default: do not)")
+    add("--plots", type=Path, metavar="DIR", help="draw into that folder (default: do not)")
+
+
+def traffic(args: argparse.Namespace) -> list[Request]:
+    """The requests asked about; prints what they are in two lines."""
+    check_int("requests", args.requests, minimum=1, optional=True)
+    check_int("seed", args.seed, minimum=0)
+    if args.trace is None:
+        requests = sample_requests(args.requests or BUILT_IN_REQUESTS, seed=args.seed)
+        source = BUILT_IN_SOURCE
+    else:
+        requests, source = read_trace(args.trace, limit=args.requests), args.trace.name
+    print(f"{len(requests):,} requests of {source}")
+    parts = {"prompt": [r.prompt_len for r in requests], "output": [r.output_len for r in requests]}
+    print("; ".join(f"{name} {_spread(lengths)}" for name, lengths in parts.items()), end="\n\n")
+    return requests
+
+
+def model(args: argparse.Namespace) -> ModelShape | None:
+    """The model that is described; None when no option says anything of it."""
+    flags = (args.config, args.layers, args.kv_heads, args.head_dim)
+    return None if all(flag is None for flag in flags) else shape_from(args)
+
+
+def memory_tokens(args: argparse.Namespace, shape: ModelShape | None) -> int | None:
+    """Tokens that --memory has room for; None without it."""
+    if args.memory is None:
+        return None
+    if shape is None:
+        raise ValueError("--memory wants --config, or --layers, --kv-heads and --head-dim")
+    per_token = block_bytes(1, shape.kv_heads, shape.head_dim, shape.dtype, shape.layers)
+    tokens = parse_bytes(args.memory) // per_token
+    if tokens < 1:
+        raise ValueError(f"memory is {args.memory}; one token takes {per_token:,} bytes")
+    return tokens
+
+
+def check_results(args: argparse.Namespace) -> None:
+    """Raise OSError now, not after the work, when results cannot be written."""
+    if args.plots is not None:
+        args.plots.mkdir(parents=True, exist_ok=True)
+    if args.json is not None:
+        is_new = not args.json.exists()
+        args.json.open("a").close()
+        if is_new:
+            args.json.unlink()
+
+
+def write_results(args: argparse.Namespace, answers: Mapping[str, Answer]) -> None:
+    """Write what was asked for, and say where."""
+    if args.json is not None:
+        figures = {name: answer.to_dict() for name, answer in answers.items()}
+        args.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        print(f"JSON: {args.json}")
+    if args.plots is not None:
+        for name, answer in answers.items():
+            path = args.plots / f"{name}.png"
+            answer.plot(path)
+            print(f"picture: {path}")
+
+
+def _spread(lengths: list[int]) -> str:
+    ordered = sorted(lengths)
+    middle, high = ordered[len(ordered) // 2], ordered[len(ordered) * 9 // 10]
+    return f"{middle:,} tokens (median), {high:,} (90 %), {ordered[-1]:,} (longest)"

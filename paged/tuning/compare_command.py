@@ -1,0 +1,87 @@
+"""`python -m paged compare`: what paging costs and saves against dense attention, for a traffic."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+from paged.sizing import parse_bytes
+
+from .attention import AttentionShape
+from .command_options import (
+    add_model_arguments,
+    add_result_arguments,
+    add_traffic_arguments,
+    check_results,
+    memory_tokens,
+    model,
+    traffic,
+    write_results,
+)
+from .dense import compare_with_dense
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    add_traffic_arguments(parser)
+    add_model_arguments(parser)
+    add = parser.add_argument
+    add("--heads", type=int, metavar="N", help="query heads (default: from --config)")
+    add("--block-size", type=int, default=16, metavar="N", help="tokens per block (default: 16)")
+    add("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: %(default)s)")
+    add(
+        "--threads",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of torch on the CPU; more than one pay on an idle machine alone",
+    )
+    add("--batch", type=int, default=8, metavar="N", help="sequences in the timed decode step")
+    add(
+        "--longest",
+        type=int,
+        default=2048,
+        metavar="TOKENS",
+        help="of a sequence in the timed steps (default: %(default)s)",
+    )
+    add(
+        "--seconds",
+        type=float,
+        default=3.0,
+        help="to time each phase for (default: %(default)s)",
+    )
+    add_result_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print memory and time, paged beside dense."""
+    check_results(args)
+    described = model(args)
+    memory_tokens(args, described)  # refuses a memory without a model
+    shape = AttentionShape()
+    if described is not None:
+        shape = AttentionShape(
+            args.heads or described.heads or described.kv_heads,
+            described.kv_heads,
+            described.head_dim,
+            described.dtype,
+        )
+    elif args.heads is not None:
+        shape = replace(shape, num_heads=args.heads)
+    comparison = compare_with_dense(
+        traffic(args),
+        shape=shape,
+        layers=1 if described is None else described.layers,
+        block_size=args.block_size,
+        memory=None if args.memory is None else parse_bytes(args.memory),
+        device=args.device,
+        threads=args.threads,
+        batch=args.batch,
+        longest=args.longest,
+        seconds=args.seconds,
+        seed=args.seed,
+        progress=True,
+    )
+    print(comparison)
+    write_results(args, {"dense": comparison})
+    return 0
