@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 
 from .admission import AllocStatus
@@ -14,8 +15,9 @@ from .step_plan import StepPlan
 def let_in(plan: StepPlan) -> None:
     """The most urgent first, until one does not fit, so that none is overtaken for its size."""
     num_standing_back = 0
+    limit = math.inf  # priority of the most urgent victim: nobody less urgent takes its place
     for job in plan.queues.candidates():
-        if plan.budget < 1 or job.request_id in plan.output.preempted:
+        if plan.budget < 1 or job.priority >= limit:
             return
         demand = _demand(plan, job)
         if _stands_back(plan, job, demand):
@@ -33,6 +35,7 @@ def let_in(plan: StepPlan) -> None:
             return
         for victim in victims:
             plan.preempt(victim)
+            limit = min(limit, victim.priority)
         _enter(plan, job)
 
 

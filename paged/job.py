@@ -99,6 +99,12 @@ class Job:
             ends[seq.seq_id] = start + query_len
         return rows
 
+    def decodes(self, tables: Mapping[Any, BlockTable]) -> bool:
+        """Whether each sequence has one token to compute."""
+        return not self.leads and all(
+            len(seq) - 1 == tables[seq.seq_id].num_computed for seq in self.seqs
+        )
+
     def start(self, seq: SequenceLike, tables: Mapping[Any, BlockTable]) -> int:
         """The first token that this sequence has to compute itself."""
         num_computed, lead = tables[seq.seq_id].num_computed, self.leads.get(seq.seq_id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .errors import NoFreeBlocksError
-from .job import Job, Row
+from .job import Job
 from .step_plan import StepPlan
 
 
@@ -13,20 +13,37 @@ def go_on(plan: StepPlan) -> bool:
     Decoding groups come first: a token each, so that a long prompt keeps nobody waiting. The rest
     of the budget goes to groups with more tokens to compute. Both in order of urgency.
     """
-    tables, lookahead = plan.manager.tables, plan.config.num_lookahead_slots
+    tables, append_slots, output = plan.manager.tables, plan.manager.append_slots, plan.output
+    lookahead, max_num_seqs = plan.config.num_lookahead_slots, plan.config.max_num_seqs
     everyone = True
     prompts = []
     for job in plan.queues.running:  # those that are preempted leave at its end
-        missing = 0
-        for seq in job.seqs:
-            table = tables[seq.seq_id]
-            missing += len(seq) - table.num_tokens + table.num_pending
-        if job.leads or missing > len(job.seqs):
-            prompts.append(job)
-        elif not _has_seats(plan, job) or missing > plan.budget:
+        seq = job.seqs[0]
+        table = tables[seq.seq_id]
+        context_len = len(seq) - 1
+        if len(job.seqs) > 1 or context_len != table.num_tokens - table.num_pending:
+            if not job.decodes(tables):
+                prompts.append(job)
+            elif not _has_seats(plan, job) or len(job.seqs) > plan.budget:
+                everyone = False
+            elif give_slots(plan, job, lookahead):
+                plan.compute(job)
+        elif plan.budget < 1 or len(output.seqs) == max_num_seqs:
             everyone = False
-        elif give_slots(plan, job, lookahead):
-            plan.add([Row(seq, 1, len(seq) - 1, True) for seq in job.seqs])
+        else:
+            try:
+                copies = append_slots(seq, lookahead)
+            except NoFreeBlocksError as error:
+                if not _make_way(plan, job, error) or not give_slots(plan, job, lookahead):
+                    continue
+            else:
+                if copies:
+                    plan.movements.add_copies(copies)
+            output.seqs.append(seq)
+            output.query_lens.append(1)
+            output.context_lens.append(context_len)
+            output.reaches_end.append(True)
+            plan.budget -= 1
     for job in prompts:
         if job.state == "running" and give_slots(plan, job):
             everyone &= _has_seats(plan, job) and plan.compute(job)

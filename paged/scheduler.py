@@ -204,19 +204,12 @@ class Scheduler:
             raise ValueError(
                 f"tokens or finished name unknown sequences {sorted(map(repr, unknown))}"
             )
-        rows = [
-            (seq, context_len + query_len, reaches_end)
-            for seq, query_len, context_len, reaches_end in zip(
-                output.seqs,
-                output.query_lens,
-                output.context_lens,
-                output.reaches_end,
-                strict=True,
-            )
-            if self._queues.is_live(seq)
-        ]
+        columns = output.seqs, output.query_lens, output.context_lens, output.reaches_end
+        rows = list(zip(*columns, strict=True))
+        if self._aborted:
+            rows = [row for row in rows if self._queues.is_live(row[0])]
         leading = [job for job in self._queues.running if job.leads]
-        at_end = {seq.seq_id: seq for seq, _, reaches_end in rows if reaches_end}
+        at_end = {seq.seq_id: seq for seq, _, _, reaches_end in rows if reaches_end}
         for job in leading:
             at_end.update((seq.seq_id, seq) for seq in job.seqs if job.ends_with(seq, at_end))
         missing = at_end.keys() - tokens.keys() - finished.keys()
@@ -226,8 +219,9 @@ class Scheduler:
         new_tokens = checked_tokens([tokens[seq.seq_id] for seq in grown])
 
         self._last = None
-        for seq, num_computed, _ in rows:
-            self.manager.mark_computed(seq, num_computed)
+        mark_computed = self.manager.mark_computed
+        for seq, query_len, context_len, _ in rows:
+            mark_computed(seq, context_len + query_len)
         for job in leading:
             job.catch_up(self.manager)
         for seq, token in zip(grown, new_tokens, strict=True):
