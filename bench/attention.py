@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from bench.attention_cases import IN_ORDER, PREFIX, RANDOM, Case, Problem, checked_rows, sweeps
 from bench.attention_plot import draw
-from bench.attention_vllm import load_vllm, vllm_attention
+from bench.attention_vllm import load_vllm, vllm_attention, vllm_can
 from bench.records import (
     BenchError,
     Record,
@@ -105,7 +105,7 @@ def providers(problem: Problem, vllm: bool = False) -> dict[str, Provider]:
     found[IN_ORDER] = lambda: problem.paged(IN_ORDER)
     if case.prefix_len:
         found[PREFIX] = lambda: problem.paged(RANDOM, case.prefix_len)
-    if vllm:
+    if vllm and vllm_can(case):
         found[VLLM] = vllm_attention(problem)
     return found
 

