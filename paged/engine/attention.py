@@ -105,7 +105,6 @@ def attention_forward(
 def mask(
     *,
     batch_size: int,
-    q_length: int,
     kv_length: int,
     mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: Tensor | None = None,
@@ -119,7 +118,7 @@ def mask(
             "the model's mask is neither causal nor a causal sliding window: chunked, "
             "bidirectional and block-wise masks are not supported"
         )
-    carrier = torch.zeros((), device=device).expand(batch_size, 1, q_length, kv_length)
+    carrier = torch.zeros((), device=device).expand(batch_size, 1, 1, kv_length)
     carrier.paged_visible = Visible(local_size, attention_mask)  # type: ignore[attr-defined]
     return carrier
 

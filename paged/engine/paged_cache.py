@@ -136,18 +136,19 @@ class PagedCache(Cache):
         self._seqs, self._real = after, self._real[rows]
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last -tokens_to_remove tokens of each row. The argument is not positive."""
+        """Forget the last -tokens_to_remove tokens of each row.
+
+        A positive number is what it was in earlier releases of transformers: the length to keep.
+        """
         length = self.get_seq_length()
-        if not -length <= tokens_to_remove <= 0:
+        kept = tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove
+        if not 0 <= kept <= length:
             raise ValueError(
-                f"tokens_to_remove is {tokens_to_remove}; it must be in {-length} .. 0: the cache "
-                f"holds {length} tokens"
+                f"tokens_to_remove is {tokens_to_remove}; the cache holds {length} tokens"
             )
-        length += tokens_to_remove
-        kept, removed = self._real[:, :length], self._real[:, length:]
-        for seq, num_tokens in zip(self._seqs, removed.sum(1).tolist(), strict=True):
+        for seq, num_tokens in zip(self._seqs, self._real[:, kept:].sum(1).tolist(), strict=True):
             self.manager.trim(seq, len(seq) - num_tokens)
-        self._real = kept
+        self._real = self._real[:, :kept]
 
     def activate_past_recording(self) -> None:
         """Nothing to do: what may be cropped after a forward pass is kept until the next."""
