@@ -277,6 +277,50 @@ class CheckedManager(ManagerModel):
         self.check()
         return child
 
+    def branch(self, h: Live, tokens: list[int], num_tokens: int) -> Live | None:
+        """A child with other tokens after the first `num_tokens`, whose blocks it shares."""
+        self.begin("branch")
+        seq = Sequence(
+            self.next_id,
+            list(h.seq.token_ids)[:num_tokens] + tokens,
+            salt=h.seq.salt,
+            extra_key=h.seq.extra_key,
+        )
+        self.next_id += 1
+        full, computed = num_tokens // self.block_size, min(h.computed, num_tokens)
+        dropped = min(h.dropped, full)
+        if num_tokens > h.slotted or dropped > self.window_drops(computed):
+            before = self.manager.snapshot()
+            try:
+                self.manager.fork(h.seq, seq, num_tokens)
+            except ValueError:
+                assert self.manager.snapshot() == before
+                self.check()
+                return None
+            raise AssertionError("shared blocks without slots, or behind the window")
+        num_new = ceil_div(len(seq), self.block_size) - full
+        before = self.refs()
+        possible = num_new <= self.num_free()
+        if not self.attempt(possible, lambda: self.manager.fork(h.seq, seq, num_tokens) is None):
+            self.check()
+            return None
+        child = Live(seq, h.root)
+        child.values = h.values[:num_tokens]
+        child.values += self.names.extend(child.values[-1] if num_tokens else h.root, tokens)
+        child.blocks = self.full_blocks_of(seq)
+        assert child.blocks[:full] == h.blocks[:full]
+        self.take(child.blocks[full:], before)
+        child.slotted, child.dropped = len(seq), dropped
+        child.computed, child.written = computed, min(h.written, num_tokens)
+        child.published = min(h.published, full)
+        child.parent, child.publishes = h.parent, h.publishes
+        for _ in range(child.published, h.published):
+            child.publishes = child.publishes and self.prefix.is_live(child.parent)
+            child.parent = child.parent.parent if child.publishes else None
+        self.live[seq.seq_id] = child
+        self.check()
+        return child
+
     def trim(self, h: Live, num_tokens: int) -> bool:
         """Cut a sequence short; False when that needs a block dropped behind the window."""
         self.begin("trim")

@@ -198,6 +198,15 @@ class ManagerWalk(RuleBasedStateMachine):
                 self.walk.trim(child, max(0, len(child.seq) - back))
 
     @precondition(some_running)
+    @rule(index=pick, blocks=st.integers(0, 4), tokens=st.lists(token, max_size=6))
+    def branch(self, index, blocks, tokens):
+        if len(self.walk.live) < 5:
+            h = self.one(index, self.walk.running())
+            num_tokens = min(blocks, len(h.seq) // self.block_size) * self.block_size
+            if num_tokens or tokens:
+                self.walk.branch(h, tokens, num_tokens)
+
+    @precondition(some_running)
     @rule(index=pick, back=st.sampled_from([0, 1, 1, 2, 3, 5, 9]))
     def trim(self, index, back):
         h = self.one(index, self.walk.running())
@@ -294,7 +303,7 @@ def test_a_larger_pool_agrees_with_the_model(free_order, window, tmp_path):
             [walk.allocate] * 4
             + [walk.step] * 4
             + [walk.free] * 2
-            + [walk.append, walk.fork]
+            + [walk.append, walk.fork, walk.branch]
             + [walk.trim, walk.swap_out, walk.swap_in, walk.mark_computed]
             + [walk.try_again] * 3
             + [walk.resize]
@@ -325,6 +334,8 @@ def test_a_larger_pool_agrees_with_the_model(free_order, window, tmp_path):
             walk.append(index=index, tokens=tokens, lookahead=rng.randrange(6), finish=True)
         elif action == walk.fork:
             walk.fork(index=index, back=rng.choice([0, 0, 3]))
+        elif action == walk.branch:
+            walk.branch(index=index, blocks=rng.randrange(5), tokens=tokens[: rng.randrange(6)])
         elif action == walk.trim:
             walk.trim(index=index, back=rng.randrange(10))
         elif action == walk.swap_out:
