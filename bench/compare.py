@@ -99,15 +99,20 @@ def _cell(record: Record) -> str:
 
 
 def compare_paths(first: Path, second: Path, slack: float) -> bool:
-    """Compare two files, or the files of the first folder with those of the second; print.
+    """Compare two files, or the files that two folders have in common; print.
 
     Returns whether nothing is off.
     """
     pairs = [(first, second)]
     if first.is_dir() and second.is_dir():
-        pairs = [(path, second / path.name) for path in sorted(first.glob("*.json"))]
-        if not pairs:
-            raise BenchError(f"there are no results in {first}")
+        names = [{path.name for path in folder.glob("*.json")} for folder in (first, second)]
+        if not names[0] & names[1]:
+            raise BenchError(f"{first} and {second} have no results of the same name")
+        for folder, own in zip(
+            (first, second), (names[0] - names[1], names[1] - names[0]), strict=True
+        ):
+            print(*(f"only in {folder}: {name}\n" for name in sorted(own)), sep="", end="")
+        pairs = [(first / name, second / name) for name in sorted(names[0] & names[1])]
     num_off = 0
     for a, b in pairs:
         results = read_result(a), read_result(b)

@@ -234,7 +234,9 @@ def test_compare_tells_by_its_exit_code(tmp_path, capsys):
     assert main(["compare", str(files["a"]), str(files["c"])]) == WRONG
     assert "1 of 4 records are off\n  ratio" in capsys.readouterr().out
     assert main(["compare", str(files["a"]), str(files["c"]), "--slack", "3"]) == 0
+    report.write_result(result_with(*one_of_each(), name="other"), tmp_path / "a")
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "c")]) == WRONG  # folders
+    assert f"only in {tmp_path / 'a'}: other-quick.json\nA " in capsys.readouterr().out
 
 
 BROKEN = {
@@ -263,7 +265,8 @@ BROKEN = {
         *((["plot", f"{name}.json"], f"{name}.json") for name in BROKEN),
         (["compare", "missing.json", "missing.json"], "missing.json"),
         (["compare", ".", "missing"], "cannot be read"),
-        (["compare", "empty", "empty"], "no results"),
+        (["compare", "empty", "empty"], "no results of the same name"),
+        (["plot", "text.json", "--png", "picture.nonsense"], "--png"),
         (["compare", "text.json", "text.json", "--slack", "0.5"], "--slack"),
         (["compare", "text.json", "text.json", "--slack", "nan"], "--slack"),
         (["fake", "--out", "text.json"], "text.json"),
