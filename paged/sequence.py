@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Hashable, Iterable
 from contextlib import suppress
+from numbers import Real
 from operator import index
 from reprlib import repr as shortened
 from typing import Any, Protocol
@@ -79,7 +81,7 @@ class Sequence:
 class SequenceGroup:
     """One request: sequences that start from the same prompt and are admitted together.
 
-    arrival_time in seconds on any clock; a lower priority number is more urgent.
+    arrival_time in seconds on any clock; a lower priority number is more urgent. Both are finite.
     """
 
     __slots__ = ("arrival_time", "priority", "request_id", "seqs")
@@ -94,8 +96,8 @@ class SequenceGroup:
     ) -> None:
         self.request_id = request_id
         self.seqs = sequence_list("seqs", seqs)
-        self.arrival_time = arrival_time
-        self.priority = priority
+        self.arrival_time = _finite("arrival_time", arrival_time)
+        self.priority = _finite("priority", priority)
         if not self.seqs:
             raise ValueError(f"seqs of group {request_id!r} is empty; it must hold a sequence")
         ids = [seq.seq_id for seq in self.seqs]
@@ -192,6 +194,16 @@ def _check_token(token: Any, position: int) -> None:
         raise TypeError(f"token {token!r} at position {position} is no int; {wanted}")
     if not -(2**31) <= number < 2**31:
         raise ValueError(f"token {token!r} at position {position} is out of range; {wanted}")
+
+
+def _finite(name: str, value: Any) -> Any:
+    """`value`, a number of any kind but bool, neither infinite nor NaN; errors name the argument."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number:
+        raise TypeError(f"{name} is {shortened(value)}; it must be a number")
+    if not -math.inf < value < math.inf:
+        raise ValueError(f"{name} is {value}; it must be finite")
+    return value
 
 
 def _as_int(value: Any) -> int | None:

@@ -191,6 +191,68 @@ def test_forks_of_a_sequence_with_reserved_slots_do_not_share_what_they_write(ha
 # --- trim ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_fork_may_share_a_part_and_differ_behind_it(caching, hash_fn):
+    manager = make_manager(8, 4, enable_prefix_caching=caching, hash_fn=hash_fn)
+    parent = admit(manager, "p", range(11), computed=False)
+    manager.mark_computed(parent, 6)
+    child = Sequence("c", [*range(8), 90, 91, 92, 93, 94])
+    manager.fork(parent, child, 8)
+    ours, theirs = manager.block_table(child), manager.block_table(parent)
+    assert ours[:2] == theirs[:2] and not set(ours[2:]) & set(theirs) and len(ours) == 4
+    manager.build_batch([child], [7], context_lens=[6])  # each of its tokens has a slot
+    manager.mark_computed(child, 13)
+    child.append_token(95)
+    assert manager.append_slots(child) == []
+    manager.check_invariants()
+    manager.free(parent)
+    manager.free(child)
+    assert manager.stats().gpu.num_used == 0
+    assert cached_tokens(manager, [*range(8), 90, 91, 92, 93, 94]) == 12 * caching
+
+
+def test_a_part_may_be_nothing_and_the_child_shorter_than_its_parent():
+    manager = make_manager(8, 4)
+    parent = admit(manager, "p", range(11))
+    manager.fork(parent, Sequence("nothing", [7, 8]), 0)
+    manager.fork(parent, Sequence("short", range(8)), 8)
+    assert manager.stats().gpu.num_used == 3 + 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_tokens", "message"),
+    [
+        (range(9), 6, "num_tokens is 6; it must be a multiple of the block size 4"),
+        (range(9), -4, "num_tokens is -4; it must be an int >= 0"),
+        (range(6), 8, "num_tokens is 8; parent 'p' has slots for 11 tokens, child 'c' has 6"),
+        (range(16), 12, "num_tokens is 12; parent 'p' has slots for 11 tokens"),
+        ([0, 1, 2, 9, 4], 4, "num_tokens is 4; parent 'p' and child 'c' differ before that"),
+    ],
+)
+def test_a_senseless_part_is_refused(tokens, num_tokens, message):
+    manager = make_manager(8, 4)
+    parent = admit(manager, "p", range(11))
+    with refused(manager, ValueError, message):
+        manager.fork(parent, Sequence("c", tokens), num_tokens)
+
+
+def test_a_part_behind_the_window_is_refused():
+    manager = make_manager(8, 4, sliding_window=3)
+    parent = admit(manager, "p", range(12))
+    with refused(manager, ValueError, "child 'c' would need a block that parent 'p' dropped"):
+        manager.fork(parent, Sequence("c", [0, 1, 2, 3, 9]), 4)
+    manager.fork(parent, Sequence("c", [*range(12), 9]), 12)
+
+
+def test_a_fork_that_shares_a_part_needs_blocks_for_the_rest():
+    manager = make_manager(5, 4)
+    parent = admit(manager, "p", range(11))
+    child = Sequence("c", [*range(8), *range(90, 99)])
+    with refused(manager, NoFreeBlocksError, "3 blocks needed, 2 available"):
+        manager.fork(parent, child, 8)
+    manager.fork(parent, Sequence("c", child.token_ids[:16]), 8)
+
+
 @pytest.mark.parametrize("length", [0, 1, 3, 4, 5, 7, 8, 9, 12])
 def test_trim_cuts_tokens_table_and_computed_count(length, hash_fn):
     manager = make_manager(16, 4, hash_fn=hash_fn)

@@ -1,5 +1,6 @@
 """Tokens are checked once, when they enter a sequence."""
 
+import numpy as np
 import pytest
 
 from paged import Sequence, SequenceGroup
@@ -62,6 +63,23 @@ def test_a_group_needs_sequences_of_different_names():
         SequenceGroup("r", [])
     with pytest.raises(ValueError, match="repeats"):
         SequenceGroup("r", [Sequence(1, []), Sequence(1, [])])
+
+
+@pytest.mark.parametrize("name", ["priority", "arrival_time"])
+def test_a_group_is_ordered_by_finite_numbers(name):
+    for value in (3, -2.5, 10**400, np.int64(7), np.float32(0.5)):
+        assert getattr(SequenceGroup("r", [Sequence(1, [])], **{name: value}), name) == value
+    for value, error in (
+        (float("nan"), ValueError),
+        (float("inf"), ValueError),
+        (np.float32("-inf"), ValueError),
+        (None, TypeError),
+        ("1", TypeError),
+        (True, TypeError),
+        (1j, TypeError),
+    ):
+        with pytest.raises(error, match=f"{name} is "):
+            SequenceGroup("r", [Sequence(1, [])], **{name: value})
 
 
 def test_reprs_show_what_matters():
