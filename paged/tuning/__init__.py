@@ -10,7 +10,8 @@ Each function takes a trace file, requests or bare lengths, and returns a frozen
 """
 
 from .attention import AttentionShape
-from .block_sizes import BLOCK_SIZES, BlockSizeRow, BlockSizeSweep, sweep_block_sizes
+from .block_size_report import BlockSizeRow, BlockSizeSweep
+from .block_sizes import BLOCK_SIZES, sweep_block_sizes
 from .choice import Candidate, Recommendation, recommend
 from .dense import AttentionTime, DenseComparison, compare_with_dense
 from .eviction import (

@@ -72,6 +72,7 @@ class Problem:
         import torch
 
         self.seq_lens, self.query_lens, self.shape = tuple(seq_lens), tuple(query_lens), shape
+        device_wait(device)  # refuses one that is absent
         generator = torch.Generator().manual_seed(seed)
         dtype = getattr(torch, shape.dtype)
 
@@ -157,6 +158,18 @@ class Problem:
                 worst = max(worst, float((out[row].double() - exact).abs().max()))
                 largest = max(largest, float(exact.abs().max()))
         return worst / largest
+
+
+def default_device() -> str:
+    """A GPU if there is one."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def default_shape(device: str) -> AttentionShape:
+    """Llama 3 8B's heads, in the dtype that such a device is used with."""
+    return AttentionShape(dtype="float32" if device == "cpu" else "bfloat16")
 
 
 def typical_lengths(requests: Sequence[Request], number: int, longest: int) -> list[int]:

@@ -3,128 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
 
 from paged.config import check_int
 from paged.provenance import commit, versions
+from paged.replay import device_wait
 from paged.replay_config import final_length
 from paged.trace import Request
 
-from .attention import AttentionShape, kernel_time_ratios
-from .choice import BASE, Candidate, Recommendation, recommend
+from .attention import AttentionShape, default_device, default_shape, kernel_time_ratios
+from .block_size_report import BlockSizeRow, BlockSizeSweep
+from .choice import BASE, Candidate, recommend
 from .prefixes import expected_loss, hit_tokens, shared_prefixes
 from .side_by_side import Replayed, first_within, replay_side_by_side
-from .tables import text_table
 from .timing import Ratio
 from .traffic import Traffic, TuningError, as_requests, life
 from .waste import slots_at_end, slots_over_life
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from paged.plots.style import FilePath
-
 BLOCK_SIZES = (1, 4, 8, 16, 32, 64, 128, 256)
 TABLE_ENTRY_BYTES = 4  # int32
-
-
-@dataclass(frozen=True)
-class BlockSizeRow:
-    """What one block size costs. Shares in 0..1; None: not measured, or unknown to the trace.
-
-    waste_at_end    slots without a token when every sequence has its full length (closed form)
-    waste           the same over all steps of all sequences (closed form)
-    waste_replayed  the same in the real manager, over the first requests, sharing included
-    table_bytes     block table of `num_seqs` sequences as long as the longest
-    host_time       scheduler, manager and arrays of a step, over size 16 (or the next to it)
-    hit_tokens      prompt tokens found in a cache with room for all, as the trace shows them
-    hit_loss        share of the prompt tokens expected to be missed against blocks of one token
-    kernel_time     attention of a decode step, over size 16
-    sequences       running sequences that fit into the memory, on average over their lives
-    """
-
-    block_size: int
-    waste_at_end: float
-    waste: float
-    table_bytes: int
-    waste_replayed: float | None = None
-    host_time: Ratio | None = None
-    hit_tokens: int | None = None
-    hit_loss: float | None = None
-    kernel_time: Ratio | None = None
-    sequences: int | None = None
-
-    @property
-    def cost(self) -> float:
-        """What the recommendation goes by: empty slots plus expected misses."""
-        return self.waste + (self.hit_loss or 0.0)
-
-
-@dataclass(frozen=True)
-class BlockSizeSweep:
-    """The answer of `sweep_block_sizes`."""
-
-    requests: int
-    replayed_requests: int
-    prompt_tokens: int
-    longest: int  # tokens of a sequence
-    num_seqs: int  # of the block table that is counted
-    rows: tuple[BlockSizeRow, ...]
-    recommendation: Recommendation
-    notes: tuple[str, ...]
-    versions: dict[str, str | None]
-    commit: str | None
-
-    def row(self, block_size: int) -> BlockSizeRow:
-        """The row of one size; KeyError when it was not asked for."""
-        return {row.block_size: row for row in self.rows}[block_size]
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain values, for JSON."""
-        return asdict(self)
-
-    def plot(self, path: FilePath | None = None) -> Figure:
-        """Waste against block size, the recommended one marked."""
-        from paged.plots import waste_against_block_size
-
-        return waste_against_block_size(
-            [
-                {
-                    "block_size": row.block_size,
-                    "at full length": row.waste_at_end,
-                    "over life": row.waste,
-                    "over life, replayed": row.waste_replayed,
-                }
-                for row in self.rows
-            ],
-            recommended=self.recommendation.block_size,
-            path=path,
-        )
-
-    def __str__(self) -> str:
-        columns: dict[str, list[Any]] = {
-            "empty at end": [f"{row.waste_at_end:.2%}" for row in self.rows],
-            "over life": [f"{row.waste:.2%}" for row in self.rows],
-            "replayed": [_share(row.waste_replayed) for row in self.rows],
-            "table, KiB": [f"{row.table_bytes / 1024:,.0f}" for row in self.rows],
-            "host time": [row.host_time for row in self.rows],
-            "hits": [
-                None if row.hit_tokens is None else f"{row.hit_tokens / self.prompt_tokens:.1%}"
-                for row in self.rows
-            ],
-            "missed hits": [_share(row.hit_loss) for row in self.rows],
-            "kernel time": [row.kernel_time for row in self.rows],
-            "fit": [row.sequences for row in self.rows],
-        }
-        columns = {
-            name: ["-" if cell is None else cell for cell in cells]
-            for name, cells in columns.items()
-            if any(cell is not None for cell in cells)
-        }
-        sizes = [row.block_size for row in self.rows]
-        table = text_table(["block", *columns], list(zip(sizes, *columns.values(), strict=True)))
-        return "\n".join([table, *self.notes, f"Take {self.recommendation}"])
 
 
 def sweep_block_sizes(
@@ -151,7 +47,7 @@ def sweep_block_sizes(
     replayed: also run the first requests through the real scheduler and manager at each size.
     measure_kernels: time a decode step of one layer at each size; None: if there is a GPU. On a
         CPU it is the torch backend that is timed.
-    shape, device: of that step; by default AttentionShape() on a GPU if there is one.
+    shape, device: of that step; by default the heads of Llama 3 8B, on a GPU if there is one.
 
     The trace tells shared prefixes in steps of 512 tokens. Where two prompts part within such a
     step is unknown, so what smaller blocks miss there is worked out as an expectation.
@@ -163,17 +59,20 @@ def sweep_block_sizes(
     check_int("num_seqs", num_seqs, minimum=1)
     check_int("memory_tokens", memory_tokens, minimum=1, optional=True)
     requests = as_requests(lengths_or_trace, limit=limit)
+    device = device or ("cpu" if measure_kernels is False else default_device())
+    measure_kernels = device != "cpu" if measure_kernels is None else measure_kernels
+    if measure_kernels:
+        device_wait(device)  # refuses one that is absent
     base = min(sizes, key=lambda size: (abs(size - BASE), size))
     some = first_within(requests) if replayed else []
     kernels: dict[int, Ratio] = {}
     runs: dict[int, Replayed] = {}
-    shape = shape or AttentionShape()
+    shape = shape or default_shape(device)
     with tqdm(total=len(sizes) * replayed + 1, unit="size", disable=not progress) as bar:
         if replayed:
             bar.set_description("replay")
             runs = replay_side_by_side(some, sizes, base, seed=seed, progress=bar.update)
-        device = device or ("cuda" if measure_kernels is not False and _has_gpu() else "cpu")
-        if measure_kernels or (measure_kernels is None and device != "cpu"):
+        if measure_kernels:
             bar.set_description("kernels")
             kernels = kernel_time_ratios(requests, sizes, base, shape, device=device, seed=seed)
         bar.update()
@@ -254,13 +153,3 @@ def _checked_sizes(block_sizes: Sequence[int]) -> list[int]:
     if not sizes or len(set(sizes)) < len(sizes):
         raise TuningError(f"block_sizes is {sizes}; it must hold different sizes in tokens")
     return sorted(sizes)
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
-def _share(number: float | None) -> str | None:
-    return None if number is None else f"{number:.2%}"

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from paged.sizing import parse_bytes
 
-from .attention import AttentionShape
+from .attention import AttentionShape, default_device, default_shape
 from .command_options import (
     add_model_arguments,
     add_result_arguments,
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--heads", type=int, metavar="N", help="query heads (default: from --config)")
     add("--block-size", type=int, default=16, metavar="N", help="tokens per block (default: 16)")
-    add("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: %(default)s)")
+    add("--device", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
     add(
         "--threads",
         type=int,
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     check_results(args)
     described = model(args)
     memory_tokens(args, described)  # refuses a memory without a model
-    shape = AttentionShape()
+    shape = default_shape(args.device or default_device())
     if described is not None:
         shape = AttentionShape(
             args.heads or described.heads or described.kv_heads,

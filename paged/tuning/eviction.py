@@ -33,6 +33,7 @@ class CachedBlock:
     num_uses: int  # prompts that had it, the one that computed it included
     prompt_blocks: int  # of the last prompt that had it
     next_use: int  # the future, which no cache knows: the next prompt that may hit it, or NEVER
+    ticket: int = 0  # the cache's own
 
 
 Policy = Callable[[CachedBlock], Any]
@@ -110,12 +111,16 @@ class Prompts:
         return self.blocks[number][: (self.lengths[number] - 1) // self.block_size]
 
     def next_uses(self, num_blocks: int) -> list[list[int]]:
-        """For each block of each prompt the next prompt that may hit it, of those that fit."""
+        """For each block of each prompt the next prompt that has it, of those that fit.
+
+        NEVER where that one cannot hit it, but computes it again: until then it need not be kept.
+        """
         next_uses: list[list[int]] = []
         coming: dict[int, int] = {}
         for number in reversed(range(len(self.blocks))):
             next_uses.append([coming.get(block, NEVER) for block in self.blocks[number]])
             if self.needed(number) <= num_blocks:
+                coming.update(dict.fromkeys(self.blocks[number], NEVER))
                 coming.update(dict.fromkeys(self.can_hit(number), number))
         return next_uses[::-1]
 
@@ -130,41 +135,59 @@ def count_hits(
     in the cache when no prompt runs; None: all.
     """
     most = num_blocks if max_cached_blocks is None else max_cached_blocks
-    cached: dict[int, CachedBlock] = {}
-    heap: list[tuple[Any, int, int]] = []  # value, a number to break ties, block
-    valid: dict[int, int] = {}  # block -> the number of its newest entry
-    num_hits = ticket = 0
-
-    def forget_down_to(room: int) -> None:
-        while len(cached) > room:
-            _, number, block = heappop(heap)
-            if valid.get(block) == number:
-                del cached[block], valid[block]
-
+    cache, num_hits = _Cache(policy), 0
     for now, next_uses in enumerate(prompts.next_uses(num_blocks)):
         needed = prompts.needed(now)
         if needed > num_blocks:
             continue
-        held: list[CachedBlock] = []
-        for block in prompts.can_hit(now):
-            record = cached.pop(block, None)
+        held = cache.hold(prompts.can_hit(now))
+        num_hits += held
+        cache.forget_down_to(num_blocks - needed + held)
+        blocks = zip(prompts.blocks[now], next_uses, strict=True)
+        for position, (block, next_use) in enumerate(blocks):
+            record = cache.records.get(block)
             if record is None:
-                break
-            del valid[block]
-            held.append(record)
-        num_hits += len(held)
-        forget_down_to(num_blocks - needed)
-        for position, block in enumerate(prompts.blocks[now]):
-            if position < len(held):
-                record = held[position]
+                record = CachedBlock(position, now, now, 1, needed, next_use)
+                cache.records[block] = record
+            elif position < held:
                 record.last_used, record.num_uses = now, record.num_uses + 1
-                record.prompt_blocks, record.next_use = needed, next_uses[position]
-            elif block in cached:  # computed again; the copy in the cache stays as it is
-                continue
-            else:
-                record = CachedBlock(position, now, now, 1, needed, next_uses[position])
-            ticket += 1
-            cached[block], valid[block] = record, ticket
-            heappush(heap, (policy(record), ticket, block))
-        forget_down_to(most)
+                record.prompt_blocks, record.next_use = needed, next_use
+            else:  # computed again, which is no use of the copy in the cache
+                record.next_use = next_use
+            cache.rank(block, record)
+        cache.forget_down_to(most)
     return num_hits * prompts.block_size
+
+
+class _Cache:
+    """Records by block, and a heap of their values; only a record's newest entry there counts."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.records: dict[int, CachedBlock] = {}
+        self._policy = policy
+        self._heap: list[tuple[Any, int, int]] = []  # value, ticket, block
+        self._ticket = 0
+
+    def hold(self, blocks: Sequence[int]) -> int:
+        """The leading blocks that are cached cannot be forgotten until they are ranked; how many."""
+        find = self.records.get
+        for number, block in enumerate(blocks):
+            record = find(block)
+            if record is None:
+                return number
+            record.ticket = 0
+        return len(blocks)
+
+    def rank(self, block: int, record: CachedBlock) -> None:
+        """Ask the policy for the value of a block that was used."""
+        self._ticket = record.ticket = self._ticket + 1
+        heappush(self._heap, (self._policy(record), record.ticket, block))
+
+    def forget_down_to(self, num_blocks: int) -> None:
+        """Forget the blocks of the least value until so many are left."""
+        records, heap = self.records, self._heap
+        while len(records) > num_blocks:
+            _, ticket, block = heappop(heap)
+            record = records.get(block)
+            if record is not None and record.ticket == ticket:
+                del records[block]

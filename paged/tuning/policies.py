@@ -10,6 +10,7 @@ from paged.config import check_int
 from paged.trace import HASH_BLOCK_TOKENS
 
 from .eviction import POLICIES, Policy, Prompts, count_hits, optimum
+from .prefixes import hit_tokens, shared_prefixes
 from .tables import text_table
 from .traffic import Traffic, TuningError, as_requests
 
@@ -139,7 +140,7 @@ def compare_policies(
     return PolicyComparison(
         requests=len(requests),
         prompt_tokens=sum(prompts.lengths),
-        shared_tokens=count_hits(prompts, optimum, 1 << 60),
+        shared_tokens=hit_tokens(requests, shared_prefixes(requests), block_size),
         block_size=block_size,
         pools=tuple(pools),
         best=max(named, key=lambda name: sum(pool.hits[name] for pool in pools)),

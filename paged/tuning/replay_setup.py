@@ -30,17 +30,24 @@ def sized_for(
     return replace(config, num_gpu_blocks=int(num_blocks / (1 - config.watermark)) + 1)
 
 
+def check_load(load: float | None) -> None:
+    """Raise TuningError unless it is None or a number above 0."""
+    if load is None:
+        return
+    if isinstance(load, bool) or not isinstance(load, int | float) or not load > 0:
+        raise TuningError(f"load is {load!r}; it must be a number above 0, or None")
+
+
 def arrival_steps(
     requests: Sequence[Request], config: SchedulerConfig, load: float | None
 ) -> list[int]:
     """The trace's clock, scaled so that it asks for that share of what a step can do.
 
-    load None: all at step 0. TuningError for one that is not above 0.
+    load None: all at step 0.
     """
+    check_load(load)
     if load is None:
         return [0] * len(requests)
-    if isinstance(load, bool) or not isinstance(load, int | float) or not load > 0:
-        raise TuningError(f"load is {load!r}; it must be a number above 0, or None")
     num_tokens = sum(request.prompt_len + request.output_len for request in requests)
     num_seq_steps = sum(request.output_len for request in requests)
     steps = max(num_tokens / config.max_num_batched_tokens, num_seq_steps / config.max_num_seqs)

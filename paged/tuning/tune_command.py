@@ -23,8 +23,10 @@ from .command_options import (
     traffic,
     write_results,
 )
-from .policies import compare_policies
+from .eviction import fifo, lfu, lru
+from .policies import POOL_TOKENS, compare_policies
 from .replay_report import ReplayReport
+from .replay_setup import check_load
 from .replaying import replay
 from .side_by_side import first_within
 
@@ -78,9 +80,11 @@ def run(args: argparse.Namespace) -> int:
     scheduler_config = SchedulerConfig(
         max_num_seqs=args.max_num_seqs, max_num_batched_tokens=args.max_num_batched_tokens
     )
+    check_load(args.load)
     check_results(args)
     shape = model(args)
     room = memory_tokens(args, shape)
+    check_int("tokens that fit into the memory", room, minimum=max(args.block_sizes), optional=True)
     requests = traffic(args)
     sweep = sweep_block_sizes(
         requests,
@@ -96,12 +100,12 @@ def run(args: argparse.Namespace) -> int:
     print(f"{sweep}\n")
     answers: dict[str, Answer] = {"block_sizes": sweep}
     if requests[0].hash_ids is not None:
-        policies = compare_policies(requests, progress=True)
+        pools = POOL_TOKENS if room is None else (room, 4 * room)
+        policies = compare_policies(requests, (lru, fifo, lfu), pool_tokens=pools, progress=True)
         print(f"{policies}\n")
         answers["policies"] = policies
     block_size = sweep.recommendation.block_size
     num_blocks = None if room is None else room // block_size
-    check_int("blocks that fit into the memory", num_blocks, minimum=1, optional=True)
     some = first_within(requests, REPLAY_COST)
     report = replay(
         some,
