@@ -31,6 +31,7 @@ class Lead(NamedTuple):
 class Job:
     """One group, and those of its sequences that go on.
 
+    num_given of `group.seqs`, the others are forks of these
     seqs      a sequence comes after the one that leads it, right behind it if all is led
     leads     of the sequences whose first tokens another one has yet to compute
     number    of arrivals before it
@@ -43,6 +44,7 @@ class Job:
         "group",
         "leads",
         "lost",
+        "num_given",
         "number",
         "priority",
         "returns",
@@ -53,6 +55,7 @@ class Job:
     def __init__(self, group: SequenceGroup, priority: float, number: int) -> None:
         self.group = group
         self.seqs = list(group.seqs)
+        self.num_given = len(group.seqs)
         self.leads: dict[Any, Lead] = {}
         self.priority = priority
         self.arrival_time = group.arrival_time
@@ -135,8 +138,13 @@ class Job:
                     del self.leads[seq.seq_id]
 
     def remove(self, seq: SequenceLike) -> None:
-        """A sequence does not go on. The first of those it led takes its place."""
+        """A sequence does not go on. The first of those it led takes its place.
+
+        A fork leaves the group, too: beam search makes many.
+        """
         self.seqs = [other for other in self.seqs if other is not seq]
+        forks = [other for other in self.group.seqs[self.num_given :] if other is not seq]
+        self.group.seqs[self.num_given :] = forks
         above = self.leads.pop(seq.seq_id, None)
         led = [other for other in self.seqs if self._is_led(other, seq)]
         for heir in led[:1]:

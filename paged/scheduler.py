@@ -27,7 +27,7 @@ from .queues import Queues
 from .running import go_on
 from .scheduler_config import SchedulerConfig
 from .scheduler_output import SchedulerOutput
-from .sequence import SequenceGroup, SequenceLike, check_sequence, checked_tokens
+from .sequence import SequenceGroup, SequenceLike, as_list, check_sequence, checked_tokens
 from .step_plan import StepPlan
 
 
@@ -43,6 +43,8 @@ class Scheduler:
     """
 
     def __init__(self, config: SchedulerConfig, manager: BlockSpaceManager) -> None:
+        if not isinstance(config, SchedulerConfig):
+            raise TypeError(f"config is {shortened(config)}; it must be a SchedulerConfig")
         self.config = config
         self.manager = manager
         self.num_preemptions = {"swap": 0, "recompute": 0}
@@ -94,7 +96,7 @@ class Scheduler:
         return counts["waiting"] + counts["swapped"] if self._lacks_blocks else 0
 
     def add(self, group: SequenceGroup) -> None:
-        """Queue a request. `group.seqs` will also name the sequences that fork from these."""
+        """Queue a request. While they go on, `group.seqs` will name the forks of its sequences."""
         if not isinstance(group, SequenceGroup):
             raise TypeError(
                 f"group is {shortened(group)}; it must be a SequenceGroup, also for one sequence: "
@@ -195,9 +197,11 @@ class Scheduler:
 
         Sequences aborted since `schedule` are passed over.
         """
-        if output is not self._last:
-            raise ValueError("output must be the last that schedule returned, and only once")
-        finished = dict.fromkeys(finished)
+        if self._last is None or output is not self._last:
+            raise ValueError("output must be what schedule returned last, and be given only once")
+        if not isinstance(tokens, Mapping):
+            raise TypeError(f"tokens is {shortened(tokens)}; it must be a dict seq_id -> token")
+        finished = dict.fromkeys(as_list("finished", finished, "seq_ids"))
         members = self._queues.members
         unknown = (tokens.keys() | finished.keys()) - members.keys() - self._aborted
         if unknown:
@@ -234,9 +238,8 @@ class Scheduler:
     def _finish(self, seq: SequenceLike, job: Job) -> None:
         if job.state != "waiting":
             self.manager.free(seq)
-        if len(job.seqs) == 1:
+        del self._queues.members[seq.seq_id]
+        job.remove(seq)
+        if not job.seqs:
             self._queues.remove(job)
             self.num_finished += 1
-        else:
-            job.remove(seq)
-            del self._queues.members[seq.seq_id]

@@ -299,3 +299,34 @@ class Driver:
             kind: self.preempted[kind] for kind in ("swap", "recompute")
         }
         assert self.scheduler.num_rejected == len(self.rejected)
+
+
+def drive(
+    num_blocks: int = 8,
+    *,
+    block_size: int = 4,
+    num_cpu_blocks: int = 0,
+    caching: bool = True,
+    **config: Any,
+) -> Driver:
+    """A driver without a watermark: small pools stay exact."""
+    return Driver(
+        CacheConfig(
+            block_size=block_size,
+            num_gpu_blocks=num_blocks,
+            num_cpu_blocks=num_cpu_blocks,
+            enable_prefix_caching=caching,
+            watermark=0.0,
+        ),
+        SchedulerConfig(**config),
+    )
+
+
+def rows(output: SchedulerOutput) -> list[tuple[Any, int, int]]:
+    """(request_id, query_len, context_len) of each row."""
+    return [
+        (seq.seq_id[0], query_len, context_len)
+        for seq, query_len, context_len in zip(
+            output.seqs, output.query_lens, output.context_lens, strict=True
+        )
+    ]

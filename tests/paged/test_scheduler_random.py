@@ -97,6 +97,8 @@ class Load:
                 output = driver.begin()
             if rng.random() < 0.5:
                 self.fork_some()
+            while rng.random() < self.fails:
+                output = driver.begin()
             self.abort_some()
             self.end(output)
             if rng.random() < 0.5:
