@@ -13,7 +13,8 @@ from .attention import AttentionShape
 from .block_size_report import BlockSizeRow, BlockSizeSweep
 from .block_sizes import BLOCK_SIZES, sweep_block_sizes
 from .choice import Candidate, Recommendation, recommend
-from .dense import AttentionTime, DenseComparison, compare_with_dense
+from .dense import compare_with_dense
+from .dense_report import AttentionTime, DenseComparison
 from .eviction import (
     POLICIES,
     CachedBlock,

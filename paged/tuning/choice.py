@@ -83,11 +83,11 @@ def _go_up(base: Candidate, larger: Sequence[Candidate]) -> Recommendation:
         return Recommendation(
             base.block_size, f"costs {base.cost:.1%} in empty slots and missed hits; {limit}"
         )
-    host = "" if chosen.host_time is None else f" (host time {chosen.host_time} of that)"
+    host = "" if chosen.host_time is None else f" ({chosen.host_time} of its host time)"
     return Recommendation(
         chosen.block_size,
-        f"costs {chosen.cost:.1%} in empty slots and missed hits, within {SLACK:.0%} of what"
-        f" {base.block_size} costs ({base.cost:.1%}), and has fewer blocks to manage{host}; {limit}",
+        f"costs {chosen.cost:.1%} in empty slots and missed hits, at most {100 * SLACK:g} point more"
+        f" than {base.block_size} does ({base.cost:.1%}), with fewer blocks to manage{host}; {limit}",
     )
 
 

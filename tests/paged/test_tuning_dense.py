@@ -8,7 +8,7 @@ import torch
 from paged.trace import Request
 from paged.tuning import AttentionShape, TuningError, compare_with_dense
 from paged.tuning.attention import Problem, typical_lengths
-from paged.tuning.dense import DECODE, DENSE, GATHERED, IN_ORDER, PREFILL, SHUFFLED
+from paged.tuning.dense_report import DECODE, DENSE, GATHERED, IN_ORDER, PREFILL, SHUFFLED
 
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16)
 SMALL = {"shape": SHAPE, "batch": 3, "longest": 80, "chunk": 9, "seconds": 0.0}

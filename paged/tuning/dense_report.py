@@ -1,0 +1,129 @@
+"""Paged beside dense: what was found, as plain values, as text and as a picture."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from .attention import AttentionShape
+from .reservation import LONGEST, PAGES, POWER_OF_TWO, Reservation
+from .tables import text_table
+from .timing import Ratio
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from paged.plots.style import FilePath
+
+DENSE = "dense"
+SHUFFLED, IN_ORDER, GATHERED = "paged, shuffled", "paged, in order", "gathered, then dense"
+DECODE, PREFILL = "decode", "prefill"
+
+
+@dataclass(frozen=True)
+class AttentionTime:
+    """One way of attending in one phase.
+
+    milliseconds  lower quartile of a call
+    ratio         to dense attention, measured in turns
+    error         largest difference from float64 over the largest value
+    """
+
+    phase: str
+    name: str
+    milliseconds: float
+    ratio: Ratio
+    error: float
+
+
+@dataclass(frozen=True)
+class DenseComparison:
+    """The answer of `compare_with_dense`."""
+
+    requests: int
+    seq_lens: dict[str, tuple[int, ...]]  # of the timed batch, by phase
+    block_size: int
+    shape: AttentionShape
+    device: str
+    threads: int
+    times: tuple[AttentionTime, ...]
+    memory: tuple[Reservation, ...]
+    bytes_per_token: int  # K and V of all layers
+    versions: dict[str, str | None]
+    commit: str | None
+
+    def time(self, phase: str, name: str = SHUFFLED) -> AttentionTime:
+        """One row of `times`."""
+        return next(row for row in self.times if (row.phase, row.name) == (phase, name))
+
+    def scheme(self, name: str) -> Reservation:
+        """One row of `memory`."""
+        return next(row for row in self.memory if row.scheme == name)
+
+    @property
+    def verdict(self) -> str:
+        """What paging costs and saves, in three sentences."""
+        pages, longest, power = (
+            self.scheme(name).average for name in (PAGES, LONGEST, POWER_OF_TWO)
+        )
+        decode, prefill = self.time(DECODE), self.time(PREFILL)
+        worst = max(row.error for row in self.times if row.name in (SHUFFLED, IN_ORDER))
+        dense = max(row.error for row in self.times if row.name == DENSE)
+        return (
+            f"Memory: a running sequence holds {pages:,.0f} token slots in pages, {longest:,.0f}"
+            f" when all reserve the longest length and {power:,.0f} as the next power of two: the"
+            f" same memory carries {longest / pages:.1f} and {power / pages:.2f} times as many"
+            f" sequences. Time: attention over shuffled pages takes {decode.ratio} times as long"
+            f" as dense in decode, {prefill.ratio} in prefill. Error against float64: paged"
+            f" {worst:.1e}, dense {dense:.1e}."
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values, for JSON."""
+        return asdict(self) | {"verdict": self.verdict}
+
+    def plot(self, path: FilePath | None = None) -> Figure:
+        """Memory by scheme, and times over dense with their spread."""
+        from paged.plots.dense import memory_and_time
+
+        return memory_and_time(
+            [asdict(row) for row in self.memory],
+            [
+                {"name": f"{row.phase}: {row.name}", **asdict(row.ratio)}
+                for row in self.times
+                if row.name != DENSE
+            ],
+            path=path,
+        )
+
+    def __str__(self) -> str:
+        memory = [
+            [
+                row.scheme,
+                f"{row.average * self.bytes_per_token / 2**20:,.1f}",
+                f"{row.use_at_end:.1%}",
+                f"{row.use_over_life:.1%}",
+                *([] if row.sequences is None else [f"{row.sequences:,}"]),
+            ]
+            for row in self.memory
+        ]
+        head = ["memory of a running sequence", "MiB", "used at end", "over life", "fit"]
+        attention = [
+            [
+                f"{row.phase}, {row.name}",
+                f"{row.milliseconds:.3g}",
+                "1" if row.name == DENSE else row.ratio,
+                f"{row.error:.1e}",
+            ]
+            for row in self.times
+        ]
+        return "\n\n".join(
+            [
+                text_table(head[: len(memory[0])], memory),
+                text_table(["attention of one layer", "ms", "x dense", "error"], attention),
+                f"{self.shape}, blocks of {self.block_size}, {self.device}, threads {self.threads};"
+                f" decode of {len(self.seq_lens[DECODE])} sequences of"
+                f" {min(self.seq_lens[DECODE]):,} to {max(self.seq_lens[DECODE]):,} tokens",
+                self.verdict,
+            ]
+        )
