@@ -24,6 +24,10 @@ NAME = "paged"
 _BENIGN = frozenset({"position_ids", "cache_position", "text_position_ids"})
 
 
+class NoPagesError(PagedError):
+    """A model attends over pages in a forward pass that brings none."""
+
+
 @dataclass(slots=True)
 class Visible:
     """Which keys a layer sees: those up to the query, within the window, except padding.
@@ -82,7 +86,7 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls."""
     if paged_step is None:
-        raise PagedError(
+        raise NoPagesError(
             f'attention implementation "{NAME}" reads K and V from pages, and none came: pass a '
             'PagedCache of this model, or call model.set_attn_implementation("sdpa")'
         )

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from paged.errors import UnsupportedModelError
 
-from .attention import LayerCall, attention_configs, paged_attention_in
+from .attention import LayerCall, NoPagesError, attention_configs, paged_attention_in
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 _OTHER_STATELESS_LAYERS = {"moe", "mlp"}
@@ -72,14 +72,18 @@ def read_layers(model: Any) -> ModelLayers:
     configs = attention_configs(model)
     probe = _Probe()
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    with torch.no_grad(), paged_attention_in(configs):
-        output = model(
-            input_ids=token,
-            position_ids=token,
-            attention_mask=torch.ones_like(token),
-            use_cache=False,
-            paged_step=probe,
-        )
+    name = type(model).__name__
+    try:
+        with torch.no_grad(), paged_attention_in(configs):
+            output = model(
+                input_ids=token,
+                position_ids=token,
+                attention_mask=torch.ones_like(token),
+                use_cache=False,
+                paged_step=probe,
+            )
+    except NoPagesError:
+        raise UnsupportedModelError(f"{name} passes no keywords on to its attention") from None
     calls = probe.calls
     layer_types = getattr(config, "layer_types", None) or ["full_attention"] * (
         config.num_hidden_layers
@@ -87,7 +91,7 @@ def read_layers(model: Any) -> ModelLayers:
     num_expected = sum(kind not in _OTHER_STATELESS_LAYERS for kind in layer_types)
     if len(calls) != num_expected:
         raise UnsupportedModelError(
-            f"{type(model).__name__}: {len(calls)} of its {num_expected} layers attend through "
+            f"{name} has {num_expected} layers that attend and makes {len(calls)} calls through "
             "transformers' AttentionInterface"
         )
     layers = _assign(calls)
@@ -96,13 +100,12 @@ def read_layers(model: Any) -> ModelLayers:
     places = {(c.key.dtype, c.key.device) for c in own}
     if len(shapes) > 1:
         raise UnsupportedModelError(
-            f"{type(model).__name__}: its layers differ in (KV heads, head_dim, head_dim of V): "
+            f"{name} has layers that differ in (KV heads, head_dim, head_dim of V): "
             f"{sorted(shapes)}; one cache has one shape"
         )
     if len(places) > 1:
         raise UnsupportedModelError(
-            f"{type(model).__name__}: its layers differ in dtype or device: "
-            f"{sorted(map(str, places))}"
+            f"{name} has layers that differ in dtype or device: {sorted(map(str, places))}"
         )
     (shape,), ((dtype, device),) = shapes, places
     windows = [call.visible.sliding_window for call in calls]

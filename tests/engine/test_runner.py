@@ -291,8 +291,19 @@ UNSUPPORTED = {
             **SMALL, num_key_value_heads=2, head_dim=8, num_experts=2, intermediate_size=8
         )
     ),
-    "0 of its 2 layers": lambda: transformers.BloomForCausalLM(
+    "makes 0 calls": lambda: transformers.BloomForCausalLM(
         transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=9)
+    ),
+    "makes 4 calls": lambda: transformers.DiffLlamaForCausalLM(
+        transformers.DiffLlamaConfig(**SMALL, num_key_value_heads=2, intermediate_size=8)
+    ),
+    "no keywords": lambda: transformers.StableLmForCausalLM(
+        transformers.StableLmConfig(**SMALL, num_key_value_heads=2, intermediate_size=8)
+    ),
+    "chunked_attention": lambda: transformers.Llama4ForCausalLM(
+        transformers.Llama4TextConfig(
+            **SMALL, num_key_value_heads=2, head_dim=8, intermediate_size=8, num_local_experts=2
+        )
     ),
     "bidirectional": lambda: changed("gemma3", use_bidirectional_attention=True),
     "own making": lambda: transformers.DogeForCausalLM(
