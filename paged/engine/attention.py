@@ -93,7 +93,9 @@ def attention_forward(
     name = type(module).__name__
     visible = getattr(attention_mask, "paged_visible", None)
     if visible is None:
-        raise UnsupportedModelError(f"{name} has an attention mask of its own making")
+        raise UnsupportedModelError(
+            f"{name} got a 4-D attention mask, of the caller's or the model's own making"
+        )
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedModelError(f"{name} is not causal: its queries see later tokens")
     for argument, given in others.items():

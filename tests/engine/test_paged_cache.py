@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny_models import KINDS, VOCAB_SIZE, tiny_model
 
-from paged import CacheConfig, NoFreeBlocksError, PagedError
+from paged import CacheConfig, NoFreeBlocksError, PagedError, UnsupportedModelError
 from paged.engine import PagedCache
 
 MODES = {
@@ -178,6 +178,22 @@ def test_a_full_pool_leaves_the_cache_as_it_was():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("row", [0, 2], ids=["copied", "not copied"])
+def test_a_pool_that_is_full_when_shared_blocks_are_written(row):
+    model, inputs = tiny_model("llama"), batch(0, length=6)
+    cache = paged_cache(model, num_blocks=3)
+    model(**inputs, cache=cache)
+    cache.batch_repeat_interleave(3)
+    with pytest.raises(NoFreeBlocksError):  # after the first row got its copy
+        model(torch.tensor([[3], [4], [5]]), cache=cache)
+    assert cache.get_seq_length() == 6
+    cache.batch_select_indices(torch.tensor([row]))
+    assert num_used(cache) == 2
+    got = model(torch.tensor([[7]]), cache=cache).logits
+    torch.testing.assert_close(got, model(torch.tensor([[7]]), cache=model(**inputs).cache).logits)
+
+
+@torch.no_grad()
 def test_a_failed_forward_pass_leaves_the_cache_as_it_was():
     model = tiny_model("llama")
     cache = paged_cache(model)
@@ -196,6 +212,8 @@ def test_what_does_not_fit_the_cache_is_refused():
         model(torch.tensor([[3]] * 3), cache=cache)
     with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 3\); it must cover the 9"):
         model(torch.tensor([[3]] * 2), cache=cache, attention_mask=torch.ones(2, 3))
+    with pytest.raises(UnsupportedModelError, match="LlamaAttention got a 4-D attention mask"):
+        model(torch.tensor([[3]] * 2), cache=cache, attention_mask=torch.ones(2, 1, 1, 10))
     for number in (-10, 10):
         with pytest.raises(ValueError, match=f"tokens_to_remove is {number}; the cache holds 9"):
             cache.crop(number)
