@@ -38,6 +38,7 @@ BENCHMARKS = {
     "attention": Benchmark("bench.attention", "attention over pages beside dense, on this CPU"),
     "block_manager": Benchmark("bench.block_manager", "the block manager's work, in CPU time"),
     "prefix_policies": Benchmark("bench.prefix_policies", "prefix hits against the optimum"),
+    "serving": Benchmark("bench.serving", "ways of reserving KV memory, within one budget"),
     "host": Benchmark(
         "bench.host", "host time of a call of the kernels", {"TRITON_INTERPRET": "1"}
     ),
@@ -94,6 +95,9 @@ def run_one(name: str, arguments: Sequence[str]) -> int:
     if hasattr(module, "add_arguments"):
         module.add_arguments(parser)
     options = parser.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)  # before minutes of work that may be lost
+    if not os.access(options.out, os.W_OK):
+        raise BenchError(f"--out: {options.out} cannot be written to")
     start, result = time.monotonic(), envelope(name, options)
     result |= module.run(options)
     result["machine"]["load_after"] = machine()["load"]
@@ -146,6 +150,8 @@ def plot_again(arguments: Sequence[str]) -> int:
     parser.add_argument("file", type=Path, metavar="FILE.json")
     parser.add_argument("--png", type=Path, metavar="FILE", help="default: beside the JSON file")
     args = parser.parse_args(arguments)
+    if args.png is not None and args.png.suffix != ".png":
+        parser.error(f"--png must end in .png, got {args.png}")
     show(args.file, args.png)
     return 0
 
