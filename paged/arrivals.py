@@ -17,7 +17,9 @@ def let_in(plan: StepPlan) -> None:
     num_standing_back = 0
     limit = math.inf  # priority of the most urgent victim: nobody less urgent takes its place
     for job in plan.queues.candidates():
-        if plan.budget < 1 or job.priority >= limit:
+        if job.priority >= limit:
+            return
+        if plan.budget < 1 and job.priority >= plan.queues.running[-1].priority:
             return
         demand = _demand(plan, job)
         if _stands_back(plan, job, demand):
@@ -94,13 +96,10 @@ def _victims(plan: StepPlan, job: Job, demand: Demand) -> list[Job] | None:
             and demand.status(plan.manager, held_alone(victims, plan.manager)) is AllocStatus.OK
         )
 
-    if job.state == "swapped" and not plan.movements.allow_swap_in:
-        return None
     if fits([]):
         return []
     less_urgent = [other for other in reversed(running) if other.priority > job.priority]
-    # After a swap in there is no swap out in a step: its CPU blocks are still to be read.
-    if not less_urgent or plan.movements.swap_in or not fits(less_urgent):
+    if not less_urgent or not fits(less_urgent):
         return None
     counts = range(1, len(less_urgent) + 1)
     fewest = bisect_left(counts, True, key=lambda count: fits(less_urgent[:count])) + 1

@@ -98,11 +98,12 @@ def take_blocks(job: Job, manager: BlockSpaceManager) -> None:
         manager.allocate(first)
         for lead, seq, num_shared in rest:
             manager.fork(lead, seq, None if num_shared == len(seq) else num_shared)
-    job.seqs = [first]
+    equals = {first.seq_id: [first]}  # as rows they follow each other
     for lead, seq, num_shared in rest:
-        job.add(seq, behind=lead if num_shared == len(seq) else job.seqs[-1])
         if num_shared > manager.tables[seq.seq_id].num_computed:
             job.follow(seq, lead, num_shared)
+        equals.setdefault(lead.seq_id if num_shared == len(seq) else seq.seq_id, []).append(seq)
+    job.seqs = [seq for seqs in equals.values() for seq in seqs]
 
 
 def held_alone(jobs: Iterable[Job], manager: BlockSpaceManager) -> set[int]:

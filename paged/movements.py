@@ -2,7 +2,8 @@
 
 The manager's calls follow one another; a step makes all swaps out, then all swaps in, then all
 copies. So a source that an earlier pair of the step fills is replaced by where its content is now,
-and a pair whose destination is given up again is dropped.
+and a pair whose destination is given up again is dropped. No step swaps both out and in: whoever is
+swapped out comes back before anyone less urgent runs, so no one in its step has to go for another.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ class Movements:
                 self._copies[destination] = self._copies.get(source, source)
 
     def add_swap_out(self, pairs: Pairs) -> None:
-        """A group leaves the GPU; none that was swapped in in this step."""
+        """A group leaves the GPU."""
         for source, destination in pairs:
             self._swap_out[destination] = self._copies.get(source, source)
 
     def add_swap_in(self, pairs: Pairs) -> None:
-        """A group comes back, in a step in which nothing is swapped out any more."""
+        """A group comes back."""
         for source, destination in pairs:
             self._swap_in[destination] = source
 
@@ -47,11 +48,6 @@ class Movements:
         for pairs in (self._swap_in, self._copies):
             for destination in [block for block in pairs if not self._ref_counts[block]]:
                 del pairs[destination]
-
-    @property
-    def allow_swap_in(self) -> bool:
-        """Whether no copy of this step reads a free block, which a swap in could overwrite."""
-        return all(self._ref_counts[source] for source in self._copies.values())
 
     @property
     def swap_out(self) -> Pairs:

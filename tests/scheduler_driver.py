@@ -139,6 +139,20 @@ class Driver:
         self.end(output, tokens, finished)
         return output
 
+    def run(self, until: Any, finish_at: int | None = None) -> SchedulerOutput | None:
+        """Steps until a condition holds, at most 100; returns the last."""
+        output = None
+        for _ in range(100):
+            if until():
+                return output
+            output = self.step(finish_at)
+        raise AssertionError("100 steps were not enough")
+
+    def finish(self, finish_at: int) -> None:
+        """Steps until nobody is left."""
+        self.run(lambda: not self.scheduler.has_unfinished, finish_at)
+        self.check_nothing_is_left()
+
     def at_end(self, output: SchedulerOutput) -> list[Sequence]:
         """The live sequences of which a token is to be sampled."""
         return [
@@ -247,6 +261,7 @@ class Driver:
             [destination for _, destination in pairs]
             for pairs in (output.swap_out, output.swap_in, output.copies)
         )
+        assert not output.swap_out or not output.swap_in
         assert len(set(filled_out)) == len(filled_out)
         assert len(set(filled_in + copied)) == len(filled_in + copied)
         assert not set(filled_out) & {source for source, _ in output.swap_in}
@@ -265,6 +280,8 @@ class Driver:
             for queue in queues:
                 priorities = [group.priority for group in queue]
                 assert priorities == sorted(priorities)
+            urgencies = [[group.priority for group in queue] for queue in queues[1:]]
+            assert max(urgencies[0], default=0) <= min(urgencies[1], default=9), "overtaken"
         for queue in queues[1:]:
             order = [
                 (group.priority if self.config.policy == "priority" else 0, group.arrival_time)
