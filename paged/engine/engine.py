@@ -5,21 +5,19 @@ from __future__ import annotations
 import secrets
 from collections.abc import Hashable, Iterable, Iterator
 from itertools import count
-from time import perf_counter
+from reprlib import repr as shortened
 from typing import TYPE_CHECKING, Any
 
 from paged.admission import AllocStatus
 from paged.advice import advise
-from paged.config import CacheConfig
+from paged.config import CacheConfig, check_int
 from paged.errors import PromptTooLongError
 from paged.scheduler import Scheduler
 from paged.scheduler_config import SchedulerConfig
-from paged.scheduler_output import SchedulerOutput
 from paged.sequence import Sequence
 
-from .decision import Decision, Drawn, decide
 from .detokenizer import Tokenizer
-from .execution import Execution
+from .loop import Loop
 from .prompts import Prompt, most_new_tokens, token_ids_of, with_params
 from .request import Request, RequestOutput
 from .runner import ModelRunner
@@ -30,8 +28,6 @@ if TYPE_CHECKING:
     import torch
 
     from paged.metrics import Metrics
-
-_NOT_A_NUMBER = "the model's logits are not numbers (NaN)"
 
 
 class Engine:
@@ -67,13 +63,8 @@ class Engine:
         self.manager = self.runner.manager
         self.scheduler = Scheduler(scheduler_config or SchedulerConfig(), self.manager)
         self.tokenizer = tokenizer
-        self.metrics = metrics
-        self.tally = Tally(self.scheduler)
-        self.requests: dict[Hashable, Request] = {}  # unfinished
-        self._execution = Execution(self.runner)
-        self._owners: dict[Hashable, Request] = {}  # by seq_id
-        self._seq_ids = count()
-        self._outbox: list[RequestOutput] = []
+        self._loop = Loop(self.runner, self.scheduler, metrics)
+        self._request_ids = map(str, count())
         if metrics is not None:
             metrics.watch(self)
 
@@ -86,16 +77,27 @@ class Engine:
         *,
         request_id: Hashable | None = None,
         priority: int = 0,
+        salt: Any = None,
     ) -> Hashable:
         """Queue a prompt, text or token ids; returns its request_id, by default a number as text.
 
-        priority: a lower number is more urgent, under the scheduler's policy "priority".
+        priority  a lower number is more urgent; needs the scheduler's policy "priority"
+        salt      requests share cached blocks only where it is equal (a tenant's secret)
+
         PromptTooLongError when the prompt can never fit.
         """
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params is {shortened(params)}; it must be SamplingParams")
+        check_int("priority", priority, minimum=None)
+        if priority and self.scheduler.config.policy != "priority":
+            raise ValueError(
+                f"priority is {priority}; the scheduler's policy is "
+                f"{self.scheduler.config.policy!r}, it must be 'priority'"
+            )
         if request_id is None:
-            request_id = next(name for name in map(str, count()) if name not in self.requests)
-        elif request_id in self.requests:
+            request_id = next(name for name in self._request_ids if self._is_free(name))
+        elif not self._is_free(request_id):
             raise ValueError(f"request_id is {request_id!r}; that request is not finished")
         runner = self.runner
         token_ids = token_ids_of(prompt, self.tokenizer, runner.vocab_size)
@@ -103,7 +105,7 @@ class Engine:
         request = Request(
             request_id,
             prompt if isinstance(prompt, str) else None,
-            [Sequence(next(self._seq_ids), token_ids) for _ in range(num_seqs)],
+            [Sequence(next(self._loop.seq_ids), token_ids, salt=salt) for _ in range(num_seqs)],
             params,
             max_tokens=most_new_tokens(token_ids, params.max_tokens, runner.max_model_len),
             stop_token_ids={
@@ -115,32 +117,43 @@ class Engine:
             priority=priority,
         )
         self._check_fits(request)
-        self.scheduler.add(request.group)
-        self.requests[request_id] = request
-        self._owners.update((seq.seq_id, request) for seq in request.running_seqs)
+        self._loop.add(request)
         return request_id
 
     def abort(self, request_id: Hashable) -> None:
         """End a request, whatever it is at; the next `step` tells of it. ValueError: unknown."""
         if request_id not in self.requests:
             raise ValueError(f"request_id is {request_id!r}; no such request is unfinished")
-        self._end(self.requests[request_id], "abort")
+        request = self.requests[request_id]
+        self._loop.remove(request)
+        self._loop.tell_end(request, "abort")
+
+    @property
+    def requests(self) -> dict[Hashable, Request]:
+        """The unfinished ones, by request_id."""
+        return self._loop.requests
 
     @property
     def has_unfinished(self) -> bool:
         """Whether `step` has something to do or to tell."""
-        return bool(self.requests or self._outbox)
+        return bool(self._loop.requests or self._loop.outbox)
+
+    @property
+    def tally(self) -> Tally:
+        """What has been counted since the beginning."""
+        return self._loop.tally
 
     def advice(self) -> list[str]:
         """What the run so far says about the settings; nothing when all is well."""
-        return advise(self.tally.load())
+        return advise(self._loop.tally.load())
 
     # Generating
 
     def step(self) -> list[RequestOutput]:
         """Compute one batch; returns what is new. Of a beam search only the end is told."""
-        self._advance()
-        outputs, self._outbox = self._outbox, []
+        loop = self._loop
+        loop.advance()
+        outputs, loop.outbox = loop.outbox, []
         return outputs
 
     def stream(
@@ -176,109 +189,30 @@ class Engine:
                 request_ids.append(self.add_request(prompt, each))
         except BaseException:
             for request_id in request_ids:
-                self._remove(self.requests[request_id])
+                self._loop.remove(self.requests[request_id])
             raise
         return request_ids
 
     def _follow(self, request_ids: list[Hashable]) -> Iterator[RequestOutput]:
         """Step until these are finished; outputs of others stay in the outbox."""
-        open_ids = set(request_ids)
+        loop, open_ids = self._loop, set(request_ids)
         try:
             while open_ids:
-                self._advance()
-                outputs, self._outbox = self._outbox, []
-                mine = [output for output in outputs if output.request_id in open_ids]
-                self._outbox = [output for output in outputs if output.request_id not in open_ids]
+                loop.advance()
+                mine = [output for output in loop.outbox if output.request_id in open_ids]
+                others = (output for output in loop.outbox if output.request_id not in open_ids)
+                loop.outbox = list(others)
                 open_ids -= {output.request_id for output in mine if output.finished}
                 yield from mine
         finally:
-            for request_id in open_ids & self.requests.keys():
-                self._remove(self.requests[request_id])
+            for request_id in open_ids & loop.requests.keys():
+                loop.remove(loop.requests[request_id])
 
-    # One step
-
-    def _advance(self) -> None:
-        """One step of the scheduler; what is new goes to the outbox."""
-        if not self.requests:
-            return
-        scheduled = self.scheduler.schedule()
-        self._note(scheduled)
-        self._execution.move(scheduled)
-        decision = Decision()
-        if scheduled.seqs:
-            ends, logits = self._execution.compute(scheduled)
-            owned = [(self._owners[seq.seq_id], seq) for seq in ends]
-            decision = decide(owned, logits, self._fork)
-            self.tally.add_step(scheduled)
-        for request in decision.failed:
-            self._end(request, "error", _NOT_A_NUMBER)
-        self.scheduler.update(scheduled, decision.tokens, decision.finished)
-        self._tell(decision)
-
-    def _note(self, scheduled: SchedulerOutput) -> None:
-        """What the scheduler has done to requests already, whatever becomes of the step."""
-        for request_id in scheduled.preempted:
-            self.requests[request_id].metrics.num_preemptions += 1
-        for request_id, reason in scheduled.rejected.items():
-            self._end(self.requests[request_id], "rejected", reason)
-        for seq in scheduled.seqs:
-            request = self._owners[seq.seq_id]
-            if not request.is_scheduled:
-                request.is_scheduled = True
-                request.metrics.num_cached_tokens = self.manager.num_cached_tokens(seq)
-                self.tally.add_request(request)
-
-    def _fork(self, parent: Sequence) -> Sequence:
-        child = parent.fork(next(self._seq_ids))
-        self.scheduler.fork(parent, child)
-        self._owners[child.seq_id] = self._owners[parent.seq_id]
-        return child
-
-    def _tell(self, decision: Decision) -> None:
-        """Record, count and announce what the scheduler has taken in."""
-        now = perf_counter()
-        for seq_id in decision.finished:
-            self._owners.pop(seq_id, None)
-        for request, drawn in decision.news.items():
-            if request.is_finished:  # another of its sequences has failed
-                continue
-            for seq, token, finish_reason in drawn:
-                request.continuations[seq.seq_id].record(token, finish_reason)
-            self._measure(request, drawn, now)
-            if request.has_all:
-                request.metrics.finish_time = now
-                del self.requests[request.request_id]
-            if request.is_finished or request.search is None:
-                self._outbox.append(request.output())
-
-    def _measure(self, request: Request, drawn: list[Drawn], now: float) -> None:
-        """Note the time of a first token, and tell the metrics of first and last ones."""
-        times = request.metrics
-        if times.first_token_time is None:
-            times.first_token_time = now
-            if self.metrics:
-                self.metrics.on_first_token(now - times.arrival_time)
-        if self.metrics:
-            prompt_len = len(request.prompt_token_ids)
-            lengths = [len(seq) - prompt_len for seq, _, finish_reason in drawn if finish_reason]
-            if request.search and request.search.is_done:
-                lengths.append(request.search.length)
-            for length in lengths:
-                self.metrics.on_finish(now - times.first_token_time, length)
-
-    # The end of a request that has not got everything
-
-    def _end(self, request: Request, finish_reason: str, error: str | None = None) -> None:
-        self._remove(request, is_scheduled=finish_reason != "rejected")
-        request.end(finish_reason, error)
-        self._outbox.append(request.output())
-
-    def _remove(self, request: Request, is_scheduled: bool = True) -> None:
-        if is_scheduled:
-            self.scheduler.abort(request.request_id)
-        for seq in request.running_seqs:
-            self._owners.pop(seq.seq_id, None)
-        del self.requests[request.request_id]
+    def _is_free(self, request_id: Hashable) -> bool:
+        """Whether a name belongs neither to a running request nor to one yet to be told of."""
+        return request_id not in self.requests and all(
+            output.request_id != request_id for output in self._loop.outbox
+        )
 
     def _check_fits(self, request: Request) -> None:
         """Refuse what can never run, as far as it can be told now; `step` rejects the rest."""

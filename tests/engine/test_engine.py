@@ -62,7 +62,7 @@ def run(subject, failures=0):
 def assert_empty(subject):
     stats = subject.manager.stats()
     assert stats.gpu.num_used == stats.cpu.num_used == 0
-    assert not subject._owners
+    assert not subject._loop._owners
     subject.manager.check_invariants()
 
 
@@ -396,6 +396,8 @@ def test_stream_gives_each_token_once_and_other_requests_wait_for_step():
     assert [o.outputs[0].token_ids for o in outputs if o.request_id in list(pieces)[:1]] == [
         greedy("llama", PROMPTS[0], length) for length in (1, 2, 3, 4)
     ]
+    with pytest.raises(ValueError, match=other):
+        subject.add_request(PROMPTS[0], request_id=other)  # its outputs are still to be told
     told = subject.step()
     assert [output.request_id for output in told] == [other] * 3
     assert told[-1].outputs[0].token_ids == greedy("llama", PROMPTS[3], 3)
@@ -447,6 +449,8 @@ def test_an_equal_beginning_is_computed_once():
     )
     assert (first.metrics.num_cached_tokens, second.metrics.num_cached_tokens) == (0, 36)
     assert (subject.tally.hits, subject.tally.cached_tokens) == (1, 36)
+    subject.add_request([*range(3, 40), 70], salt="other")
+    assert next(iter_steps(subject)).metrics.num_cached_tokens == 0
 
 
 # Wrong requests
@@ -477,10 +481,14 @@ def test_a_wrong_request_is_refused_and_nothing_has_changed(prompt, params, erro
     assert_empty(subject)
 
 
-def test_a_request_id_that_is_taken_is_refused():
+def test_names_priorities_and_params_are_checked():
     subject = engine()
     assert subject.add_request([3], request_id="1") == "1"
     assert [subject.add_request([3]) for _ in range(2)] == ["0", "2"]
+    with pytest.raises(TypeError, match="params is"):
+        subject.add_request([3], {"n": 1})
+    with pytest.raises(ValueError, match="priority is 3"):
+        subject.add_request([3], priority=3)
     with pytest.raises(ValueError, match="'1'"):
         subject.add_request([3], request_id="1")
     with pytest.raises(ValueError, match="'9'"):
