@@ -8,6 +8,8 @@ from itertools import count
 from reprlib import repr as shortened
 from typing import TYPE_CHECKING, Any
 
+from tqdm import tqdm
+
 from paged.admission import AllocStatus
 from paged.advice import advise
 from paged.config import CacheConfig, check_int
@@ -171,10 +173,19 @@ class Engine:
         self,
         prompts: Prompt | Iterable[Prompt],
         params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
     ) -> list[RequestOutput]:
-        """The last output of each prompt, in their order. When it raises, they are aborted."""
+        """The last output of each prompt, in their order. When it raises, they are aborted.
+
+        progress: show on stderr how many are finished.
+        """
         request_ids = self._add_all(prompts, params)
-        last = {output.request_id: output for output in self._follow(request_ids)}
+        last: dict[Hashable, RequestOutput] = {}
+        with tqdm(total=len(request_ids), unit="request", disable=not progress) as bar:
+            for output in self._follow(request_ids):
+                last[output.request_id] = output
+                bar.update(output.finished)
         return [last[request_id] for request_id in request_ids]
 
     def _add_all(

@@ -24,7 +24,7 @@ class RequestMetrics:
     num_preemptions: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CompletionOutput:
     """One sequence that a request has generated, so far.
 
@@ -53,7 +53,7 @@ class CompletionOutput:
         return self._tokens[self._start : self._stop]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestOutput:
     """What `Engine.step` tells of a request that has news.
 

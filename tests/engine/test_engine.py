@@ -502,6 +502,13 @@ def test_params_must_be_as_many_as_prompts():
         engine().generate([[3], [4], [5]], [SamplingParams()] * 2)
 
 
+def test_progress_is_shown_when_asked_for(capfd):
+    engine().generate(PROMPTS[:3], SamplingParams(max_tokens=2))
+    assert capfd.readouterr().err == ""
+    engine().generate(PROMPTS[:3], SamplingParams(max_tokens=2), progress=True)
+    assert "3/3" in capfd.readouterr().err
+
+
 def test_one_prompt_may_come_without_a_list_around_it():
     assert tokens_of(engine().generate([5, 9, 3])) == [[greedy("llama", [5, 9, 3], 16)]]
     assert engine().generate([]) == []
