@@ -37,6 +37,7 @@ class Benchmark(NamedTuple):
 BENCHMARKS = {
     "attention": Benchmark("bench.attention", "attention over pages beside dense, on this CPU"),
     "block_manager": Benchmark("bench.block_manager", "the block manager's work, in CPU time"),
+    "scheduler": Benchmark("bench.scheduler", "the scheduler's step, in CPU time"),
     "prefix_policies": Benchmark("bench.prefix_policies", "prefix hits against the optimum"),
     "serving": Benchmark("bench.serving", "ways of reserving KV memory, within one budget"),
     "host": Benchmark(

@@ -14,24 +14,27 @@ from .step_plan import StepPlan
 
 def let_in(plan: StepPlan) -> None:
     """The most urgent first, until one does not fit, so that none is overtaken for its size."""
+    running, most_seqs = plan.queues.running, plan.config.max_num_seqs
+    num_running = sum([len(job.seqs) for job in running])
     num_standing_back = 0
     limit = math.inf  # priority of the most urgent victim: nobody less urgent takes its place
     for job in plan.queues.candidates():
         if job.priority >= limit:
             return
-        if plan.budget < 1 and job.priority >= plan.queues.running[-1].priority:
+        is_full = plan.budget < 1 or num_running >= most_seqs
+        if is_full and job.priority >= running[-1].priority:
             return
         demand = _demand(plan, job)
         if _stands_back(plan, job, demand):
             num_standing_back += 1
-            if num_standing_back > plan.config.max_num_seqs:
+            if num_standing_back > most_seqs:
                 return
             continue
         reason = _never(plan, job, demand)
         if reason:
             plan.reject(job, reason)
             continue
-        victims = _victims(plan, job, demand)
+        victims = _victims(plan, job, demand, num_running + len(job.seqs))
         if victims is None:
             plan.lacks_blocks |= demand.status(plan.manager) is not AllocStatus.OK
             return
@@ -39,6 +42,7 @@ def let_in(plan: StepPlan) -> None:
             plan.preempt(victim)
             limit = min(limit, victim.priority)
         _enter(plan, job)
+        num_running += len(job.seqs) - sum([len(victim.seqs) for victim in victims])
 
 
 def _demand(plan: StepPlan, job: Job) -> Demand:
@@ -79,26 +83,27 @@ def _never(plan: StepPlan, job: Job, demand: Demand) -> str:
     return ""
 
 
-def _victims(plan: StepPlan, job: Job, demand: Demand) -> list[Job] | None:
+def _victims(plan: StepPlan, job: Job, demand: Demand, num_seqs: int) -> list[Job] | None:
     """The groups to preempt so that `job` fits, mostly none; None when it cannot fit now.
 
     Only strictly less urgent ones give way, the least urgent first, and never in vain.
+    num_seqs: sequences that run if nobody gives way, those of `job` included.
     """
-    running, config = plan.queues.running, plan.config
-    num_seqs = sum(len(other.seqs) for other in running) + len(job.seqs)
     one_token_each = demand.num_tokens <= len(job.seqs)
     least_tokens = 1 if plan.in_parts(job) and not one_token_each else demand.num_tokens
 
     def fits(victims: list[Job]) -> bool:
         return (
-            num_seqs - sum(len(victim.seqs) for victim in victims) <= config.max_num_seqs
+            num_seqs - sum(len(victim.seqs) for victim in victims) <= plan.config.max_num_seqs
             and plan.budget + plan.num_planned(victims) >= least_tokens
             and demand.status(plan.manager, held_alone(victims, plan.manager)) is AllocStatus.OK
         )
 
     if fits([]):
         return []
-    less_urgent = [other for other in reversed(running) if other.priority > job.priority]
+    less_urgent = [
+        other for other in reversed(plan.queues.running) if other.priority > job.priority
+    ]
     if not less_urgent or not fits(less_urgent):
         return None
     counts = range(1, len(less_urgent) + 1)

@@ -12,13 +12,7 @@ from .sequence import SequenceGroup, SequenceLike
 State = Literal["waiting", "running", "swapped"]
 
 
-class Row(NamedTuple):
-    """What one sequence does in a step: it computes tokens [context_len, context_len + query_len)."""
-
-    seq: SequenceLike
-    query_len: int
-    context_len: int
-    reaches_end: bool
+Row = tuple[SequenceLike, int, int, bool]  # sequence, query_len, context_len, reaches_end
 
 
 class Lead(NamedTuple):
@@ -83,12 +77,12 @@ class Job:
         missing = sum(map(len, self.seqs)) - sum(starts)
         if missing <= budget:
             return [
-                Row(seq, len(seq) - start, start, True)
+                (seq, len(seq) - start, start, True)
                 for seq, start in zip(self.seqs, starts, strict=True)
             ]
         if not in_parts:
             return []
-        rows = []
+        rows: list[Row] = []
         ends: dict[Any, int] = {}
         for seq, start in zip(self.seqs, starts, strict=True):
             lead = self.leads.get(seq.seq_id)
@@ -97,16 +91,18 @@ class Job:
                 continue
             query_len = max(0, min(budget, len(seq) - 1 - start))
             if query_len:
-                rows.append(Row(seq, query_len, start, False))
+                rows.append((seq, query_len, start, False))
                 budget -= query_len
             ends[seq.seq_id] = start + query_len
         return rows
 
     def decodes(self, tables: Mapping[Any, BlockTable]) -> bool:
         """Whether each sequence has one token to compute."""
-        return not self.leads and all(
-            len(seq) - 1 == tables[seq.seq_id].num_computed for seq in self.seqs
-        )
+        for seq in self.seqs:
+            table = tables[seq.seq_id]
+            if len(seq) - 1 != table.num_tokens - table.num_pending:
+                return False
+        return not self.leads
 
     def start(self, seq: SequenceLike, tables: Mapping[Any, BlockTable]) -> int:
         """The first token that this sequence has to compute itself."""

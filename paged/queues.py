@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterator
-from heapq import merge
 from typing import Any
 
 from .job import Job, State
@@ -42,8 +41,17 @@ class Queues:
             del self.members[seq.seq_id]
 
     def candidates(self) -> Iterator[Job]:
-        """Those that could come in, most urgent first, swapped before waiting ones. A snapshot."""
-        return merge(self.swapped.copy(), self.waiting.copy(), key=_priority)
+        """Those that could come in, most urgent first, swapped before waiting ones.
+
+        The next one after a waiting job that was left where it is, or after any that has moved.
+        """
+        index = 0  # waiting jobs before it were passed over
+        while self.swapped or index < len(self.waiting):
+            queues = self.swapped[:1] + self.waiting[index : index + 1]
+            job = min(queues, key=_priority)
+            yield job
+            if job in self.waiting[index : index + 1]:
+                index += 1
 
     def is_live(self, seq: SequenceLike) -> bool:
         """Whether this very sequence is a member of a live job."""

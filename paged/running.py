@@ -27,7 +27,7 @@ def go_on(plan: StepPlan) -> bool:
             elif not _has_seats(plan, job) or len(job.seqs) > plan.budget:
                 everyone = False
             elif give_slots(plan, job, lookahead):
-                plan.compute(job)
+                plan.add([(seq, 1, len(seq) - 1, True) for seq in job.seqs])
         elif plan.budget < 1 or len(output.seqs) == max_num_seqs:
             everyone = False
         else:

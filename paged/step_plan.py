@@ -70,22 +70,12 @@ class StepPlan:
     def _forget(self, job: Job) -> None:
         """Take a group's rows out of the plan."""
         output, seq_ids = self.output, {seq.seq_id for seq in job.seqs}
-        rows = list(
-            map(
-                Row._make,
-                zip(
-                    output.seqs,
-                    output.query_lens,
-                    output.context_lens,
-                    output.reaches_end,
-                    strict=True,
-                ),
-            )
-        )
-        for column in (output.seqs, output.query_lens, output.context_lens, output.reaches_end):
+        columns = output.seqs, output.query_lens, output.context_lens, output.reaches_end
+        rows = list(zip(*columns, strict=True))
+        for column in columns:
             column.clear()
-        self.budget += sum(row.query_len for row in rows)
-        self.add([row for row in rows if row.seq.seq_id not in seq_ids])
+        self.budget += sum(query_len for _, query_len, _, _ in rows)
+        self.add([row for row in rows if row[0].seq_id not in seq_ids])
         self.computing = [other for other in self.computing if other is not job]
 
     # Groups that give way
