@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
-NAMES = ["01_block_tables", "02_tune_block_size"]
+NAMES = ["01_block_tables", "02_tune_block_size", "03_paged_vs_dense"]
 MOST_BYTES = 400_000
 ABSOLUTE_PATH = re.compile(r"(?<![\w.:/<])/\w+/\w")
 
