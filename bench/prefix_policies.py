@@ -4,7 +4,8 @@ Requests run one after the other: a prompt is admitted, computed and freed. A hi
 unbroken prefix, and at least one token of a prompt is computed. Prompts that are longer than the
 whole pool are left out. Without --trace, conversations that grow turn by turn are made up.
 
-optimum  Belady's rule on blocks: forget what is needed again last. It knows the future.
+ours     the block manager; it must find what the least recently used rule finds, counted apart.
+optimum  Belady's rule: forget what is needed again last. It knows the future.
 fifo     forget what was computed first, however often it was hit since.
 vLLM     the pool of release 0.33, as TOOL finds it under DIR.
 """
@@ -12,13 +13,10 @@ vLLM     the pool of release 0.33, as TOOL finds it under DIR.
 from __future__ import annotations
 
 import argparse
-import heapq
 import random
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -35,142 +33,53 @@ from bench.records import (
 )
 from bench.report import Result
 from paged import BlockSpaceManager, CacheConfig, Sequence
-from paged.trace import HASH_BLOCK_TOKENS, read_trace
+from paged.trace import HASH_BLOCK_TOKENS, Request, read_trace
+from paged.tuning.eviction import Prompts, count_hits, fifo, lru, optimum
 
 BLOCK_SIZE = 16
 OURS, OPTIMUM, FIFO, VLLM = "ours", "optimum", "fifo", "vLLM 0.33"
-POOLS, MADE_UP_POOLS, QUICK_POOLS = (
-    (8_192, 32_768, 131_072),
-    (1_024, 4_096, 16_384),
-    (1_024, 4_096),
-)
+POOLS = (8_192, 32_768, 131_072)  # of a trace
+MADE_UP_POOLS, QUICK_POOLS = (1_024, 4_096, 16_384), (1_024, 4_096)
 
 
-@dataclass(frozen=True)
-class Prompt:
-    num_tokens: int
-    ids: tuple[int, ...]  # one for each HASH_BLOCK_TOKENS tokens
-
-    def tokens(self) -> list[int]:
-        """Tokens that are equal exactly where the ids are."""
-        size = HASH_BLOCK_TOKENS
-        units = (range(unit * size, (unit + 1) * size) for unit in self.ids)
-        return [token for unit in units for token in unit][: self.num_tokens]
-
-    def blocks(self) -> list[tuple[int, int]]:
-        """Its full blocks: (id, part of the id's tokens)."""
-        parts = HASH_BLOCK_TOKENS // BLOCK_SIZE
-        return [(self.ids[k // parts], k % parts) for k in range(self.num_tokens // BLOCK_SIZE)]
-
-    @property
-    def most_hits(self) -> int:
-        return (self.num_tokens - 1) // BLOCK_SIZE
+def tokens_of(request: Request) -> list[int]:
+    """Prompt tokens that are equal exactly where the hash ids are."""
+    size = HASH_BLOCK_TOKENS
+    units = (range(unit * size, (unit + 1) * size) for unit in request.hash_ids or ())
+    return [token for unit in units for token in unit][: request.prompt_len]
 
 
-def prompts_of(trace: Path, num_requests: int | None) -> list[Prompt]:
-    """The prompts of a trace in the Mooncake format."""
-    prompts = []
-    for request in read_trace(trace, limit=num_requests):
-        if request.hash_ids is None:
-            raise BenchError(
-                f"{trace} has no hash_ids, so it does not say which prompts begin alike"
-            )
-        prompts.append(Prompt(request.prompt_len, request.hash_ids))
-    return prompts
-
-
-def made_up_prompts(num_requests: int, seed: int) -> list[Prompt]:
+def made_up_requests(num_requests: int, seed: int) -> list[Request]:
     """Conversations that begin with one of a few system prompts; the latest go on most often."""
-    rng = random.Random(seed)
-    names = iter(range(1 << 30))
-    systems = [tuple(next(names) for _ in range(4)) for _ in range(5)]
+    rng, names = random.Random(seed), count()
+
+    def longer(ids: tuple[int, ...], num_units: int) -> tuple[int, ...]:
+        return ids + tuple(next(names) for _ in range(num_units))
+
+    systems = [longer((), 4) for _ in range(5)]
     talks: list[tuple[int, ...]] = []
-    prompts = []
-    for _ in range(num_requests):
+    requests = []
+    for number in range(num_requests):
+        before = rng.choice(systems)
         if talks and rng.random() < 0.7:
-            place = max(0, len(talks) - 1 - int(rng.expovariate(1 / 20)))
-            before = talks.pop(place)
-        else:
-            before = rng.choice(systems)
-        talks.append(before + tuple(next(names) for _ in range(rng.randint(1, 5))))
-        tail = rng.randint(1, HASH_BLOCK_TOKENS)
-        prompts.append(Prompt((len(talks[-1]) - 1) * HASH_BLOCK_TOKENS + tail, talks[-1]))
-    return prompts
+            before = talks.pop(max(0, len(talks) - 1 - int(rng.expovariate(1 / 20))))
+        talks.append(longer(before, rng.randint(1, 5)))
+        prompt_len = (len(talks[-1]) - 1) * HASH_BLOCK_TOKENS + rng.randint(1, HASH_BLOCK_TOKENS)
+        requests.append(Request(float(number), prompt_len, 1, talks[-1]))
+    return requests
 
 
-# --- policies: hit tokens of all prompts with a pool of so many blocks ---------------------------
-
-
-def ours(prompts: Iterable[Prompt], num_blocks: int) -> int:
+def ours(requests: list[Request], num_blocks: int) -> int:
+    """Hit tokens of a block manager's pool."""
     manager = BlockSpaceManager(CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=num_blocks))
     hit_tokens = 0
-    for name, prompt in enumerate(prompts):
-        seq = Sequence(name, prompt.tokens())
+    for number, request in enumerate(requests):
+        seq = Sequence(number, tokens_of(request))
         manager.allocate(seq)
         hit_tokens += manager.num_cached_tokens(seq)
         manager.mark_computed(seq, len(seq))
         manager.free(seq)
     return hit_tokens
-
-
-def fifo(prompts: Iterable[Prompt], num_blocks: int) -> int:
-    cached: OrderedDict[tuple[int, int], None] = OrderedDict()
-    hit_tokens = 0
-    for prompt in prompts:
-        blocks = prompt.blocks()
-        num_hits = count_hits(prompt, blocks, cached)
-        hit_tokens += num_hits * BLOCK_SIZE
-        in_use = set(blocks)
-        kept = []
-        for block in blocks[num_hits:]:
-            while block not in cached and len(cached) >= num_blocks:
-                oldest, _ = cached.popitem(last=False)
-                if oldest in in_use:  # it runs: nobody may forget it now
-                    kept.append(oldest)
-            cached.setdefault(block)
-        for block in reversed(kept):
-            cached[block] = None
-            cached.move_to_end(block, last=False)
-        while len(cached) > num_blocks:
-            cached.popitem(last=False)
-    return hit_tokens
-
-
-def optimum(prompts: list[Prompt], num_blocks: int) -> int:
-    """Belady's MIN; of blocks needed again at the same time the later part goes first."""
-    never = len(prompts)
-    next_use: list[list[int]] = []
-    last_seen: dict[int, int] = {}
-    for number in reversed(range(never)):
-        ids = prompts[number].ids
-        next_use.append([last_seen.get(unit, never) for unit in ids])
-        last_seen.update(dict.fromkeys(ids, number))
-    next_use.reverse()
-
-    cached: dict[tuple[int, int], int] = {}  # block -> when it is needed again
-    heap: list[tuple[int, int, tuple[int, int]]] = []
-    hit_tokens, parts = 0, HASH_BLOCK_TOKENS // BLOCK_SIZE
-    for prompt, needed_at in zip(prompts, next_use, strict=True):
-        blocks = prompt.blocks()
-        hit_tokens += count_hits(prompt, blocks, cached) * BLOCK_SIZE
-        for position, block in enumerate(blocks):
-            cached[block] = needed_at[position // parts]
-            heapq.heappush(heap, (-cached[block], -position, block))
-        while len(cached) > num_blocks:
-            when, _, block = heapq.heappop(heap)
-            if cached.get(block) == -when:
-                del cached[block]
-    return hit_tokens
-
-
-def count_hits(prompt: Prompt, blocks: list[tuple[int, int]], cached: Any) -> int:
-    for num_hits, block in enumerate(blocks[: prompt.most_hits]):
-        if block not in cached:
-            return num_hits
-    return prompt.most_hits
-
-
-# --- the benchmark ------------------------------------------------------------------------------
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -183,36 +92,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Result:
     """Hit tokens of every policy in pools of several sizes."""
     require_peers(options.peers)
-    pools: tuple[int, ...]
+    pools: tuple[int, ...] = QUICK_POOLS if options.quick else MADE_UP_POOLS
+    requests, source = made_up_requests(150 if options.quick else 1_000, options.seed), "made up"
     if options.trace is not None:
-        prompts, pools = prompts_of(options.trace, options.requests), POOLS
+        requests, pools = read_trace(options.trace, limit=options.requests), POOLS
         source = options.trace.stem
-    else:
-        prompts = made_up_prompts(150 if options.quick else 1_000, options.seed)
-        pools = QUICK_POOLS if options.quick else MADE_UP_POOLS
-        source = "made-up conversations"
-    policies: dict[str, Callable[[list[Prompt], int], int]] = {
-        OURS: ours, OPTIMUM: optimum, FIFO: fifo,
-    }  # fmt: skip
+        if any(request.hash_ids is None for request in requests):
+            raise BenchError(f"{options.trace} has no hash_ids: what its prompts share is unknown")
+    prompts = Prompts(requests, BLOCK_SIZE)
+    policies: dict[str, Callable[[list[Request], int], int]] = {
+        OURS: ours,
+        OPTIMUM: lambda _, num_blocks: count_hits(prompts, optimum, num_blocks),
+        FIFO: lambda _, num_blocks: count_hits(prompts, fifo, num_blocks),
+    }
     if options.peers:
-        policies[VLLM] = lambda prompts, num_blocks: in_own_process(
-            [prompt.tokens() for prompt in prompts], num_blocks, *options.peers
+        policies[VLLM] = lambda fitting, num_blocks: in_own_process(
+            [tokens_of(request) for request in fitting], num_blocks, *options.peers
         )
-    total = sum(prompt.num_tokens for prompt in prompts)
-    unlimited = optimum(prompts, 1 << 60)
     records: list[Record] = []
-    todo = [(name, num_blocks) for num_blocks in pools for name in policies]
-    for name, num_blocks in tqdm(todo, desc="prefix_policies", unit="pool"):
-        fitting = that_fit(prompts, num_blocks)
-        title = f"{source}, {len(prompts):,} requests, {num_blocks:,} blocks: {name}"
+    failures = []
+    todo = [(num_blocks, name) for num_blocks in pools for name in policies]
+    for num_blocks, name in tqdm(todo, desc="prefix_policies", unit="pool"):
+        fitting = [r for r in requests if -(-r.prompt_len // BLOCK_SIZE) <= num_blocks]
+        title = f"{source}, {len(requests):,} requests, {num_blocks:,} blocks: {name}"
         hits = policies[name](fitting, num_blocks)
         records.append(exact_record(title, hits, "tokens hit", policy=name, num_blocks=num_blocks))
-    return {"prompt_tokens": total, "unlimited_hit_tokens": unlimited, "records": records}
-
-
-def that_fit(prompts: list[Prompt], num_blocks: int) -> list[Prompt]:
-    """Without the prompts that are longer than the whole pool: no policy can serve them."""
-    return [p for p in prompts if -(-p.num_tokens // BLOCK_SIZE) <= num_blocks]
+        if name == OURS and hits != (counted := count_hits(prompts, lru, num_blocks)):
+            failures.append(
+                f"{title}: {hits:,} tokens hit where its rule, counted, hits {counted:,}"
+            )
+    return {
+        "prompt_tokens": sum(request.prompt_len for request in requests),
+        "unlimited_hit_tokens": count_hits(prompts, lru, 1 << 60),
+        "records": records,
+        "failures": failures,
+    }
 
 
 def table(result: Result) -> str:

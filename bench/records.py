@@ -17,14 +17,15 @@ import random
 import time
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
+from paged.tuning import timing
+
 Record = dict[str, Any]
+GROUPS = timing.GROUPS
 KINDS = ("time", "rate", "ratio", "exact")
-GROUPS = 5
 
 # Prepares a round and gives what to time of it, round after round; `itertools.repeat(call)`
 # where there is nothing to prepare.
@@ -55,15 +56,9 @@ def ratio_record(
     name: str, subject: Sequence[float], baseline: Sequence[float], unit: str, **more: Any
 ) -> Record:
     """Time of `subject` over that of `baseline`, round by round in turns; unit: "x dense"."""
-    rounds = len(subject)
-    if rounds != len(baseline) or rounds < GROUPS:
-        raise ValueError(f"want at least {GROUPS} rounds of both, got {rounds}, {len(baseline)}")
-    bounds = [rounds * group // GROUPS for group in range(GROUPS + 1)]
-    groups = [slice(*pair) for pair in pairwise(bounds)]
-    value = lower_quartile(subject) / lower_quartile(baseline)
-    ratios = [lower_quartile(subject[g]) / lower_quartile(baseline[g]) for g in groups]
-    spread = {"lower": min(value, *ratios), "upper": max(value, *ratios), "repeats": rounds}
-    return {"name": name, "kind": "ratio", "unit": unit, "value": value, **spread, **more}
+    found = timing.ratio(subject, baseline, middle=timing.lower_quartile)
+    spread = {"lower": found.lower, "upper": found.upper, "repeats": found.rounds}
+    return {"name": name, "kind": "ratio", "unit": unit, "value": found.value, **spread, **more}
 
 
 def exact_record(
@@ -72,11 +67,6 @@ def exact_record(
     """A figure that does not depend on the clock."""
     record = {"name": name, "kind": "exact", "unit": unit, "value": value, "lower": value}
     return record | {"upper": value, "repeats": 1, "tolerance": tolerance, **more}
-
-
-def lower_quartile(values: Sequence[float]) -> float:
-    """One of the values: the least of up to four, the second of five, ..."""
-    return sorted(values)[(len(values) - 1) // 4]
 
 
 def time_in_turns(

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from bench import attention, attention_cases, block_manager, host, prefix_policies, report
 from bench import block_manager_peers as peers
 from bench.attention_cases import IN_ORDER, PREFIX, RANDOM, Case, Problem, sweeps
-from bench.prefix_policies import FIFO, OPTIMUM, OURS, Prompt, fifo, made_up_prompts, optimum, ours
+from bench.prefix_policies import FIFO, OPTIMUM, OURS, made_up_requests
 from bench.records import BenchError
+from paged.trace import Request
 
 PNG = b"\x89PNG"
 
@@ -174,21 +175,27 @@ def test_peers_that_are_not_there_are_named(tmp_path):
 # --- prefix policies ----------------------------------------------------------------------------
 
 
-def whole(*units):
-    """A prompt of 512-token units and one token more, so that all of them can hit."""
-    return Prompt(len(units) * 512 + 1, (*units, 10**6))
-
-
-def test_policies_on_a_case_counted_by_hand():
-    a, b, c = whole(1), whole(2), whole(3)
-    pool = 2 * 32 + 1  # two units and the block that is being computed
-    # Unit 1 is hit by the third prompt. Then it is the latest used and the first computed, so fifo
-    # forgets it for unit 3, and we forget unit 2.
-    assert [policy([a, b, a, c, a], pool) for policy in (ours, fifo, optimum)] == [
-        1024, 512, 1024,
-    ]  # fmt: skip
-    assert [policy([a, b, c, a], pool) for policy in (ours, optimum)] == [0, 512]
-    assert [policy([a, a], pool) for policy in (ours, fifo, optimum)] == [512] * 3
+@pytest.mark.parametrize(
+    ("units", "hits"),
+    [
+        # For unit 3 we forget unit 2, the least recently used; fifo forgets unit 1, computed first.
+        ((1, 2, 1, 3, 1), {OURS: 1024, FIFO: 512, OPTIMUM: 1024}),
+        # Only who knows the future forgets unit 2.
+        ((1, 2, 3, 1), {OURS: 0, FIFO: 0, OPTIMUM: 512}),
+    ],
+    ids=str,
+)
+def test_policies_on_cases_counted_by_hand(monkeypatch, units, hits):
+    """Prompts of a whole 512-token unit and one token more, in a pool of two units and a block."""
+    requests = [Request(0.0, 513, 1, (unit, 100 + k)) for k, unit in enumerate(units)]
+    monkeypatch.setattr(prefix_policies, "made_up_requests", lambda n, seed: requests)
+    monkeypatch.setattr(prefix_policies, "QUICK_POOLS", (65,))
+    result = prefix_policies.run(options(trace=None, requests=None, peers=None))
+    assert {r["policy"]: r["value"] for r in result["records"]} == hits
+    assert result["failures"] == []
+    monkeypatch.setattr(prefix_policies, "ours", lambda requests, num_blocks: 5)
+    (failure,) = prefix_policies.run(options(trace=None, requests=None, peers=None))["failures"]
+    assert f"5 tokens hit where its rule, counted, hits {hits[OURS]:,}" in failure
 
 
 def test_no_policy_beats_the_optimum(tmp_path):
@@ -200,7 +207,7 @@ def test_no_policy_beats_the_optimum(tmp_path):
         assert 0 < hits[FIFO, num_blocks] < hits[OURS, num_blocks] < best
         assert best <= result["unlimited_hit_tokens"] < result["prompt_tokens"]
     assert "could hit" in table
-    assert made_up_prompts(20, 0) == made_up_prompts(20, 0) != made_up_prompts(20, 1)
+    assert made_up_requests(20, 0) == made_up_requests(20, 0) != made_up_requests(20, 1)
 
 
 def test_a_trace_without_prefixes_is_named(tmp_path):
