@@ -11,7 +11,6 @@ from bench.report import Result, heading
 from paged.plots import OWNER_COLOURS as COLOURS
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
@@ -49,37 +48,30 @@ def plain_numbers(axis: Axis) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def draw_bars(axes: Axes, records: Sequence[Record], names: Sequence[str], line: str) -> None:
-    """A bar for each ratio, its spread as a whisker, and a line at 1.
+def bar_chart(result: Result, path: Path, records: Sequence[Record], title: str, line: str) -> None:
+    """A bar for each ratio, its spread as a whisker, and a dotted line at 1, which is `line`.
 
     Bars grow from 0, or from 1 on a logarithmic axis where ratios are of several sizes.
     """
-    places = range(len(records))
-    values = [record["value"] for record in records]
-    wide = max(*values, 1) > 4 * min(*values, 1)
-    if wide:
-        axes.set_xscale("log")
-        plain_numbers(axes.xaxis)
-    start = int(wide)
-    axes.barh(places, [value - start for value in values], 0.6, left=start, color=COLOURS[0])
-    for place, record in zip(places, records, strict=True):
-        axes.plot([record["lower"], record["upper"]], [place, place], color="black", linewidth=1.2)
-        digits = 4 if record["kind"] == "exact" else 3
-        axes.annotate(
-            f"{record['value']:.{digits}g}", (max(record["upper"], 1), place), (4, 0),
-            textcoords="offset points", va="center", fontsize=8,
-        )  # fmt: skip
-    axes.axvline(1, color="black", linestyle=":", label=line)
-    axes.set_yticks(list(places), list(names), fontsize=8)
-    axes.margins(x=0.12)
-    axes.invert_yaxis()
-    axes.figure.legend(loc="outside upper right", fontsize=8, frameon=False)
-
-
-def bar_chart(result: Result, path: Path, records: Sequence[Record], title: str, line: str) -> None:
-    """A picture of nothing but `draw_bars`."""
     figure = new_figure(result, 8, 1.6 + 0.3 * len(records))
     axes = figure.add_subplot()
-    draw_bars(axes, records, [record["name"] for record in records], line)
-    axes.set_title(title, fontsize=10)
+    values = [record["value"] for record in records]
+    start = int(max(*values, 1) > 4 * min(*values, 1))
+    if start:
+        axes.set_xscale("log")
+        plain_numbers(axes.xaxis)
+    for place, record in enumerate(records):
+        lower, value, upper = (record[name] for name in ("lower", "value", "upper"))
+        axes.barh(place, value - start, 0.6, left=start, color=COLOURS[0])
+        axes.plot([lower, upper], [place, place], color="black", linewidth=1.2)
+        digits = 4 if record["kind"] == "exact" else 3
+        axes.annotate(
+            f"{value:.{digits}g}", (max(upper, 1), place), (4, 0),
+            textcoords="offset points", va="center", fontsize=8,
+        )  # fmt: skip
+    axes.axvline(1, color="black", linestyle=":")
+    axes.set_yticks(range(len(records)), [record["name"] for record in records], fontsize=8)
+    axes.margins(x=0.12)
+    axes.invert_yaxis()
+    figure.suptitle(f"{title}\ndotted line at 1: {line}", fontsize=10)
     figure.savefig(path)

@@ -252,8 +252,8 @@ def plot(result: Result, path: Path) -> None:
         for record in result["records"]
         if record["name"].startswith("decode") and record["name"].endswith(name)
     ]
-    title = f"Warp instructions per byte of K and V in the loop of decode, over {bound}"
-    bar_chart(result, path, decodes, title, f"{bound}: the budget at head_dim 128")
+    title = "Warp instructions per byte of K and V in the loop of decode, over the budget"
+    bar_chart(result, path, decodes, title, f"{bound}, the budget at head_dim 128")
 
 
 def broken_budgets(reports: Sequence[Report]) -> list[str]:
