@@ -26,6 +26,7 @@ from bench.attention_cases import IN_ORDER, PREFIX, RANDOM, Case, Problem, check
 from bench.attention_plot import draw
 from bench.attention_vllm import load_vllm, vllm_attention, vllm_can
 from bench.records import (
+    GROUPS,
     BenchError,
     Record,
     positive,
@@ -81,7 +82,7 @@ def measure(case: Case, seconds: float, seed: int, vllm: bool) -> list[Record]:
     one_thread = torch.get_num_threads() == 1
     times = time_in_turns(
         {name: repeat(provider) for name, provider in found.items()},
-        rounds=15,
+        rounds=2 * GROUPS,
         seconds=seconds,
         seed=seed,
         clock=time.process_time if one_thread else time.perf_counter,

@@ -82,7 +82,7 @@ def _phases(base: Case) -> dict[str, Case]:
         "decode": base,
         "decode,\nsmall": small(decode(64, 128)),
         "ragged,\nsmall": small(ragged),
-        "prefill": Case("prefill 2,048", (2_048,), (2_048,)),
+        "prefill": Case("prefill 1,024", (1_024,), (1_024,)),
         "prefill,\nsmall": small(Case("prefill 4 x 256", (256,) * 4, (256,) * 4)),
         "chunk": Case("prefill 512 of 2,048", (2_048,), (512,)),
         "mixed": mixed,

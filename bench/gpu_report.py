@@ -12,7 +12,7 @@ from bench.report import Result
 
 Row = dict[str, Any]  # a `gpu_timing.Row` as JSON has it
 QUARTILES = ("lower_quartile", "median", "upper_quartile")
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000", "#999999")
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 
 
 def measured_rows(result: Result) -> list[Row]:
