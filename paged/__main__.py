@@ -91,7 +91,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-blocks",
         "blocks in the pool (default: half of what --max-num-seqs longest requests take)",
     )
+    add_number("--num-cpu-blocks", "blocks to swap to when the pool is full")
     add_number("--max-num-seqs", "sequences running at once")
+    add_number("--max-num-batched-tokens", "tokens computed in a step")
     add_number("--heads", "query heads")
     add_number("--kv-heads", "KV heads, a divisor of --heads")
     add_number("--head-dim", "width of a head")

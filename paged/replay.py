@@ -1,8 +1,8 @@
 """The main job: replay a request trace with continuous batching over a paged KV cache.
 
-Every step schedules a ragged batch of prompts and single tokens (`continuous_batching`), notes who
-holds which memory (`replay_memory`), and in each layer writes K and V into pages, attends over them
-and does the same densely (`synthetic`).
+Every step schedules a ragged batch of prompts and single tokens (`scheduler`), notes who holds which
+memory (`replay_memory`), and in each layer writes K and V into pages, attends over them and does
+the same densely (`synthetic`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from contextlib import contextmanager
 
 from paged.block_manager import BlockSpaceManager
 from paged.config import CacheConfig, block_bytes
-from paged.continuous_batching import ContinuousBatching
 from paged.provenance import commit, versions
 from paged.replay_config import ReplayConfig, ReplayError, final_length, pool_size
+from paged.replay_load import ReplayLoad
 from paged.replay_memory import MemoryLog
 from paged.replay_report import ReplayReport
+from paged.scheduler import Scheduler
+from paged.scheduler_config import SchedulerConfig
 from paged.stopwatch import Stopwatch
 from paged.synthetic import SyntheticModel
 from paged.trace import Request
@@ -44,25 +46,40 @@ def replay_trace(
         CacheConfig(
             block_size=config.block_size,
             num_gpu_blocks=num_blocks,
+            num_cpu_blocks=config.num_cpu_blocks,
             enable_prefix_caching=config.prefix_cache,
             hash_seed=config.seed,
         )
     )
-    batching = ContinuousBatching(clipped, manager, config)
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
+        ),
+        manager,
+    )
+    load = ReplayLoad(clipped, scheduler, config.seed)
+    steps_short_of_blocks = 0
     memory = MemoryLog(config.block_size, num_blocks, max(map(final_length, clipped)))
 
     with (
         torch_threads(config.threads),
         tqdm(total=len(requests), unit=" requests", disable=not progress) as bar,
     ):
-        while batching.unfinished:
-            batching.arrive()
+        while load.unfinished:
+            load.arrive()
             with clock("manager"):
-                copies, batch = batching.schedule()
-            memory.note(manager, batching.running)
-            model.step(copies, batch, batching.running)
+                output = scheduler.schedule()
+                batch = manager.build_batch(
+                    output.seqs,
+                    output.query_lens,
+                    context_lens=output.context_lens,
+                    device=config.device,
+                )
+            steps_short_of_blocks += scheduler.num_waiting_for_blocks > 0
+            memory.note(manager, load.running())
+            model.step(output, batch)
             with clock("manager"):
-                num_finished = batching.complete()
+                num_finished = load.answer(output)
             bar.update(num_finished)
 
     stats = manager.stats()
@@ -74,8 +91,9 @@ def replay_trace(
         steps=memory.paged.steps,
         prompt_tokens=sum(request.prompt_len for request in clipped),
         generated_tokens=sum(request.output_len for request in clipped),
-        preemptions=batching.preemptions,
-        recomputed_tokens=batching.recomputed_tokens,
+        steps_short_of_blocks=steps_short_of_blocks,
+        preemptions=dict(scheduler.num_preemptions),
+        recomputed_tokens=scheduler.recomputed_tokens,
         prefix_queried_tokens=stats.prefix_queried_tokens,
         prefix_hit_tokens=stats.prefix_hit_tokens,
         num_blocks=num_blocks,

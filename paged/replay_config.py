@@ -24,7 +24,9 @@ class ReplayConfig:
     max_length: int = 2048  # prompt and output together; longer requests are clipped
     block_size: int = 16
     num_blocks: int | None = None  # None: see `pool_size`
+    num_cpu_blocks: int = 0  # to swap to when the pool is full; 0: compute again later
     max_num_seqs: int = 16  # running at once
+    max_num_batched_tokens: int = 2048  # computed in a step; longer prompts take several
     heads: int = 8
     kv_heads: int = 2
     head_dim: int = 64
@@ -40,7 +42,9 @@ class ReplayConfig:
         check_int("max_length", self.max_length, minimum=2)
         check_int("block_size", self.block_size, minimum=1)
         check_int("num_blocks", self.num_blocks, minimum=1, optional=True)
+        check_int("num_cpu_blocks", self.num_cpu_blocks, minimum=0)
         check_int("max_num_seqs", self.max_num_seqs, minimum=1)
+        check_int("max_num_batched_tokens", self.max_num_batched_tokens, minimum=1)
         check_int("heads", self.heads, minimum=1)
         check_int("kv_heads", self.kv_heads, minimum=1)
         check_int("head_dim", self.head_dim, minimum=1)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paged.block_manager import BlockSpaceManager
-from paged.continuous_batching import Job
 from paged.plots import CACHED, FREE, SHARED
 from paged.replay_config import final_length
+from paged.replay_load import Arrival
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -57,7 +58,7 @@ class BlockMap:
         self._stride = 1
         self.max_frames = min(MAX_FRAMES, max(2, MAX_CELLS // num_blocks))
 
-    def add(self, step: int, manager: BlockSpaceManager, jobs: list[Job]) -> None:
+    def add(self, step: int, manager: BlockSpaceManager, running: Iterable[Arrival]) -> None:
         """The blocks as they are at `step`, counted from 0 and without a gap."""
         import numpy as np
 
@@ -66,9 +67,9 @@ class BlockMap:
         frame = np.full(self._num_blocks, FREE, dtype=np.int32)
         if manager.cache is not None:
             frame[manager.cache.cached_blocks()] = CACHED
-        for job in jobs:
-            table = manager.block_table(job.sequence)
-            frame[table] = np.where(frame[table] == FREE, job.index, SHARED)
+        for owner in running:
+            table = manager.block_table(owner.sequence)
+            frame[table] = np.where(frame[table] == FREE, owner.index, SHARED)
         self._frames.append(frame)
         self.steps.append(step)
         if len(self._frames) > self.max_frames:
@@ -94,16 +95,16 @@ class MemoryLog:
         self.paged, self.contiguous_max, self.contiguous_pow2 = (MemoryUse() for _ in range(3))
         self.block_map = BlockMap(num_blocks)
 
-    def note(self, manager: BlockSpaceManager, jobs: list[Job]) -> None:
-        """One more step, in which `jobs` run."""
-        self.block_map.add(self.paged.steps, manager, jobs)
+    def note(self, manager: BlockSpaceManager, running: list[Arrival]) -> None:
+        """One more step, and who holds blocks in it."""
+        self.block_map.add(self.paged.steps, manager, running)
         stats = manager.stats()
         held = stats.gpu.num_used * self.block_size
         self.paged.add(held, held * stats.internal_fragmentation)
-        num_tokens = sum(len(job.sequence) for job in jobs)
-        held = self.longest * len(jobs)
+        num_tokens = sum(len(owner.sequence) for owner in running)
+        held = self.longest * len(running)
         self.contiguous_max.add(held, held - num_tokens)
-        held = sum(next_power_of_two(final_length(job.request)) for job in jobs)
+        held = sum(next_power_of_two(final_length(owner.request)) for owner in running)
         self.contiguous_pow2.add(held, held - num_tokens)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from textwrap import wrap
 from typing import Any
 
+from paged.advice import Load, advise
 from paged.replay_config import TOLERANCES, ReplayConfig
 from paged.replay_memory import MemoryLog
 
@@ -13,7 +15,10 @@ from paged.replay_memory import MemoryLog
 class ReplayReport:
     """The result of a replay; lengths in tokens.
 
-    seconds          by part: manager, write, attention, dense (the same attention without pages)
+    seconds          by part: manager (and scheduler), write (moves included), attention, dense (the
+                     same attention without pages)
+    preemptions      by kind: swap, recompute
+    steps_short_of_blocks  in which somebody stayed out, or gave way, for want of blocks
     max_error        largest absolute difference of paged attention from dense in float64
     max_error_dense  that of dense attention in the dtype of the cache, over the same rows
     """
@@ -25,7 +30,8 @@ class ReplayReport:
     steps: int
     prompt_tokens: int
     generated_tokens: int
-    preemptions: int
+    steps_short_of_blocks: int
+    preemptions: dict[str, int]
     recomputed_tokens: int
     prefix_queried_tokens: int
     prefix_hit_tokens: int
@@ -58,7 +64,9 @@ class ReplayReport:
             "steps": self.steps,
             "prompt_tokens": self.prompt_tokens,
             "generated_tokens": self.generated_tokens,
-            "preemptions": self.preemptions,
+            "steps_short_of_blocks": self.steps_short_of_blocks,
+            "preemptions": sum(self.preemptions.values()),
+            **{f"preemptions_by_{kind}": number for kind, number in self.preemptions.items()},
             "recomputed_tokens": self.recomputed_tokens,
             "prefix_queried_tokens": self.prefix_queried_tokens,
             "prefix_hit_tokens": self.prefix_hit_tokens,
@@ -75,6 +83,7 @@ class ReplayReport:
             "waste_contiguous_pow2": memory.contiguous_pow2.waste,
             **{f"seconds_{part}": seconds for part, seconds in self.seconds.items()},
             "attention_over_dense": self.attention_over_dense,
+            "advice": self.advice(),
             "max_error": self.max_error,
             "max_error_dense": self.max_error_dense,
             "rows_checked": self.rows_checked,
@@ -85,24 +94,51 @@ class ReplayReport:
             "commit": self.commit,
         }
 
+    def advice(self) -> list[str]:
+        """What the figures say about the settings."""
+        prompt_tokens = self.prompt_tokens - self.prefix_hit_tokens
+        return advise(
+            Load(
+                steps=self.steps,
+                steps_short_of_blocks=self.steps_short_of_blocks,
+                num_blocks=self.num_blocks,
+                peak_blocks=self.memory.paged.peak // self.config.block_size,
+                num_cpu_blocks=self.config.num_cpu_blocks,
+                requests=self.requests,
+                swapped=self.preemptions["swap"],
+                recomputed=self.preemptions["recompute"],
+                recomputed_tokens=self.recomputed_tokens,
+                computed_tokens=prompt_tokens + self.generated_tokens + self.recomputed_tokens,
+                has_prefix_cache=self.config.prefix_cache,
+            )
+        )
+
     def __str__(self) -> str:
         return "\n\n".join("\n".join(part) for part in self._parts())
 
     def _parts(self) -> tuple[list[str], ...]:
-        return self._work(), self._memory(), self._time(), self._check()
+        advice = [line for text in self.advice() for line in wrap(text, 100)]
+        parts = self._work(), self._memory(), self._time(), advice, self._check()
+        return tuple(part for part in parts if part)
 
     def _work(self) -> list[str]:
         longest = self.config.max_length
         hit_share = self.prefix_hit_tokens / max(self.prefix_queried_tokens, 1)
+        swaps, preemptions = self.preemptions["swap"], sum(self.preemptions.values())
+        figures = {
+            name: getattr(self, name)
+            for name in ("requests", "steps", "prompt_tokens", "generated_tokens")
+        }
+        figures |= {"prefix_hit_tokens": self.prefix_hit_tokens, "preemptions": preemptions}
         notes = {
             "requests": f"{self.requests_clipped:,} of them clipped to {longest:,} tokens",
             "prefix_hit_tokens": f"{hit_share:.1%} of the prompt tokens asked for",
-            "preemptions": f"{self.recomputed_tokens:,} tokens computed again",
+            "steps": f"{self.steps_short_of_blocks:,} of them short of blocks",
+            "preemptions": f"{swaps:,} by swap; {self.recomputed_tokens:,} tokens computed again",
         }
-        names = ("requests", "steps", "prompt_tokens", "generated_tokens")
         return [
-            f"{name.replace('_', ' '):20}{getattr(self, name):>12,}   {notes.get(name, '')}".rstrip()
-            for name in (*names, "prefix_hit_tokens", "preemptions")
+            f"{name.replace('_', ' '):20}{figure:>12,}   {notes.get(name, '')}".rstrip()
+            for name, figure in figures.items()
         ]
 
     def _memory(self) -> list[str]:
@@ -125,7 +161,7 @@ class ReplayReport:
 
     def _time(self) -> list[str]:
         names = {
-            "manager": "block manager",
+            "manager": "scheduler and block manager",
             "write": "writing K and V",
             "attention": "paged attention",
             "dense": "the same attention, dense",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from paged.batch import Batch
-    from paged.continuous_batching import Job
+    from paged.scheduler_output import SchedulerOutput
 
 ROWS, A, B = 4093, 7919, 104_729  # primes: neighbours in text or position get unlike rows
 ROWS_CHECKED_PER_STEP = 2  # in every layer, against float64
@@ -54,15 +54,24 @@ class SyntheticModel:
         self.rows_checked = 0
         self.max_error = self.max_error_dense = 0.0
 
-    def step(self, copies: list[tuple[int, int]], batch: Batch, jobs: list[Job]) -> None:
-        """Write what `jobs` have not computed into pages and attend, layer by layer."""
+    def step(self, output: SchedulerOutput, batch: Batch) -> None:
+        """Move blocks, write what the step computes into pages and attend, layer by layer."""
         import torch
 
         with self.clock("write"):
-            self.cache.copy_blocks(copies)
-        rows = [table_rows(job.sequence.token_ids) for job in jobs]
-        new = torch.cat([row[job.num_computed :] for row, job in zip(rows, jobs, strict=True)])
-        new, everything = new.to(self.config.device), torch.cat(rows).to(self.config.device)
+            self.cache.swap_out(output.swap_out)
+            self.cache.swap_in(output.swap_in)
+            self.cache.copy_blocks(output.copies)
+        rows, new_rows = [], []
+        for seq, query_len, context_len in zip(
+            output.seqs, output.query_lens, output.context_lens, strict=True
+        ):
+            rows.append(table_rows(seq.token_ids[: context_len + query_len]))
+            new_rows.append(rows[-1][context_len:])
+        new = torch.cat(new_rows).to(self.config.device)
+        everything = torch.cat(rows).to(self.config.device)
+        starts_q = list(accumulate(map(len, new_rows), initial=0))
+        starts_k = list(accumulate(map(len, rows), initial=0))
         for number, layer in enumerate(self.layers):
             query, key, value = (table.index_select(0, new) for table in layer)
             with self.clock("write"):
@@ -73,23 +82,28 @@ class SyntheticModel:
             dense_key, dense_value = (
                 table.index_select(0, everything) for table in (layer.key, layer.value)
             )
-            self._compare(out, query, dense_key, dense_value, batch, jobs)
+            self._compare(out, query, dense_key, dense_value, starts_q, starts_k)
 
     def _compare(
-        self, out: Tensor, query: Tensor, key: Tensor, value: Tensor, batch: Batch, jobs: list[Job]
+        self,
+        out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        starts_q: list[int],
+        starts_k: list[int],
     ) -> None:
         """The same attention over keys in one piece per sequence, which never were in a page."""
         import torch
         from paged_kernels import dense_attention
 
-        starts_q = list(
-            accumulate((len(job.sequence) - job.num_computed for job in jobs), initial=0)
+        cu_seqlens_q, cu_seqlens_k = (
+            torch.tensor(starts, dtype=torch.int32, device=query.device)
+            for starts in (starts_q, starts_k)
         )
-        starts_k = list(accumulate((len(job.sequence) for job in jobs), initial=0))
-        cu_seqlens_k = torch.tensor(starts_k, dtype=torch.int32, device=query.device)
         with self.clock("dense"):
             dense = dense_attention(
-                query, key, value, cu_seqlens_q=batch.cu_seqlens_q, cu_seqlens_k=cu_seqlens_k
+                query, key, value, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k
             )
         for row in self.rng.integers(len(query), size=ROWS_CHECKED_PER_STEP).tolist():
             number = bisect_right(starts_q, row) - 1
@@ -145,10 +159,22 @@ def _make_cache(config: ReplayConfig, num_blocks: int) -> KVCache:
     shape = (config.block_size, config.kv_heads, config.head_dim)
     dtype = getattr(torch, config.dtype)
     try:
-        return KVCache(config.layers, num_blocks, *shape, dtype=dtype, device=config.device)
+        return KVCache(
+            config.layers,
+            num_blocks,
+            *shape,
+            num_cpu_blocks=config.num_cpu_blocks,
+            dtype=dtype,
+            device=config.device,
+        )
     except (RuntimeError, MemoryError) as error:
-        gibibytes = num_blocks * block_bytes(*shape, dtype, config.layers) / 2**30
+        bytes_per_block = block_bytes(*shape, dtype, config.layers)
+        sizes = [
+            f"{number:,} blocks ({number * bytes_per_block / 2**30:,.1f} GiB) on {place}"
+            for number, place in ((num_blocks, config.device), (config.num_cpu_blocks, "the CPU"))
+            if number
+        ]
         raise ReplayError(
-            f"no memory for {num_blocks:,} blocks ({gibibytes:,.1f} GiB) on {config.device}:"
-            " lower num_blocks"
+            f"no memory for {' and '.join(sizes)}: lower num_blocks"
+            f"{' or num_cpu_blocks' if config.num_cpu_blocks else ''}"
         ) from error

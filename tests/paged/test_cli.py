@@ -43,7 +43,9 @@ def test_help_in_a_fresh_process_shows_defaults_and_commands():
         ("--max-length", "2048"),
         ("--block-size", "16"),
         ("--num-blocks", "half of what --max-num-seqs longest requests take"),
+        ("--num-cpu-blocks", "0"),
         ("--max-num-seqs", "16"),
+        ("--max-num-batched-tokens", "2048"),
         ("--heads", "8"),
         ("--kv-heads", "2"),
         ("--head-dim", "64"),
@@ -126,13 +128,16 @@ def test_a_run_prints_results_on_stdout_and_progress_on_stderr(tmp_path):
 def test_every_option_reaches_the_replay(tmp_path):
     options = "--layers 2 --dtype bfloat16 --backend reference --no-prefix-cache --seed 5"
     options += " --num-blocks 30 --max-num-seqs 2 --json f.json --block-map map.svg"
+    options += " --num-cpu-blocks 7 --max-num-batched-tokens 25"
     assert main([*SMALL, *options.split()]) == 0
     config = json.loads((tmp_path / "f.json").read_text())["config"]
     assert config == {
         "max_length": 40,
         "block_size": 4,
         "num_blocks": 30,
+        "num_cpu_blocks": 7,
         "max_num_seqs": 2,
+        "max_num_batched_tokens": 25,
         "heads": 2,
         "kv_heads": 1,
         "head_dim": 16,

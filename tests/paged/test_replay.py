@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from paged_kernels import KVCache
 from paged_kernels._launch import recorded
 
-from paged import BlockSpaceManager, CacheConfig, Sequence
-from paged.continuous_batching import ContinuousBatching, arrival_steps
+from paged import BlockSpaceManager, CacheConfig, Scheduler, SchedulerConfig, Sequence
 from paged.plots import CACHED, FREE, SHARED
 from paged.replay import replay_trace
 from paged.replay_config import ReplayConfig, ReplayError, pool_size
+from paged.replay_load import ReplayLoad, arrival_steps
 from paged.replay_memory import MAX_FRAMES, BlockMap, next_power_of_two
 from paged.synthetic import _larger, exact_row
 from paged.trace import Request, sample_requests
@@ -46,6 +46,7 @@ def test_one_request_by_hand():
     assert figures["waste_contiguous_pow2"] == pytest.approx((3 + 2 + 1) / 24)
     assert figures["rows_checked"] == 2 * 3
     assert figures["preemptions"] == figures["prefix_hit_tokens"] == 0
+    assert figures["advice"] == []
     assert report.agrees
 
 
@@ -68,10 +69,32 @@ def test_two_layers_cost_twice_the_memory_and_are_both_checked():
 def test_a_full_pool_preempts_and_every_request_still_ends_right(dtype):
     requests = [Request(0.0, 12, 20) for _ in range(6)]
     report = replay_trace(requests, small(num_blocks=14, max_num_seqs=6, dtype=dtype))
-    assert report.preemptions > 0
+    assert report.preemptions["recompute"] > 0 == report.preemptions["swap"]
     assert report.recomputed_tokens > 0
     assert report.generated_tokens == 6 * 20
     assert report.memory.paged.peak <= 14 * 4
+    assert report.agrees
+    assert "requests waited for blocks" in str(report)
+
+
+@pytest.mark.parametrize("num_cpu_blocks", [6, 100])
+def test_with_cpu_blocks_sequences_are_moved_there_and_back(num_cpu_blocks):
+    requests = [Request(0.0, 12, 20) for _ in range(6)]
+    settings = {"num_blocks": 14, "max_num_seqs": 6, "num_cpu_blocks": num_cpu_blocks}
+    report = replay_trace(requests, small(**settings, layers=2))
+    assert report.preemptions["swap"] > 0
+    assert (report.preemptions["recompute"] == 0) == (num_cpu_blocks == 100)
+    assert report.generated_tokens == 6 * 20
+    assert report.agrees
+    figures = report.to_dict()
+    assert figures["preemptions"] == sum(report.preemptions.values())
+    assert figures["preemptions_by_swap"] == report.preemptions["swap"]
+    assert figures["steps_short_of_blocks"] > 0
+
+
+def test_a_long_prompt_is_computed_in_parts():
+    report = replay_trace(requests_of((30, 3), (9, 4)), small(max_num_batched_tokens=8))
+    assert report.steps > 6
     assert report.agrees
 
 
@@ -197,32 +220,29 @@ def test_arrivals_keep_their_rhythm_at_one_a_step():
     assert arrival_steps(requests[:1]) == [0]
 
 
-def test_every_step_computes_each_token_once_and_the_pool_ends_empty():
-    """The queue by itself, on a pool small enough to preempt: no token skipped, none twice."""
-    requests = [Request(float(i // 3), 3 + 5 * i % 17, 1 + 7 * i % 19) for i in range(12)]
-    config = small(num_blocks=12, max_num_seqs=5)
+def test_every_request_arrives_generates_its_tokens_and_ends():
+    """The load by itself, on a pool small enough to preempt: no token skipped, none twice."""
+    requests = [Request(float(i // 3), 3 + 5 * i % 17, 7 * i % 19) for i in range(12)]
     manager = BlockSpaceManager(CacheConfig(block_size=4, num_gpu_blocks=12))
-    batching = ContinuousBatching(requests, manager, config)
+    scheduler = Scheduler(SchedulerConfig(max_num_seqs=5), manager)
+    load = ReplayLoad(requests, scheduler, seed=0)
     finished = 0
     for _ in range(1000):
-        if not batching.unfinished:
+        if not load.unfinished:
             break
-        batching.arrive()
-        copies, batch = batching.schedule()
-        assert copies == []
-        lengths = [len(job.sequence) for job in batching.running]
-        computed = [job.num_computed for job in batching.running]
-        assert 1 <= len(lengths) <= 5
-        assert batch.seq_lens.tolist() == lengths
-        assert batch.cu_seqlens_q.diff().tolist() == [
-            n - c for n, c in zip(lengths, computed, strict=True)
-        ]
-        for job in batching.running:
-            assert job.sequence.token_ids == job.tokens[: len(job.sequence)]
-        finished += batching.complete()
+        load.arrive()
+        output = scheduler.schedule()
+        running = load.running()
+        assert {owner.sequence for owner in running} >= set(output.seqs)
+        for owner in running:
+            assert owner.request is requests[owner.index]
+            assert owner.sequence.token_ids == owner.tokens[: len(owner.sequence)]
+            assert len(owner.tokens) == owner.request.prompt_len + owner.request.output_len
+        finished += load.answer(output)
         manager.check_invariants()
     assert finished == 12
-    assert batching.preemptions > 0
+    assert scheduler.num_preemptions["recompute"] > 0
+    assert scheduler.num_generated_tokens == sum(request.output_len for request in requests)
     assert manager.stats().gpu.num_used == 0
 
 
