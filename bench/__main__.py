@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels"))  # where not installed
 
 from bench.compare import SLACK, compare_paths
-from bench.records import BenchError, NotMeasuredError, at_least, text_table
+from bench.records import BenchError, NotMeasuredError, WrongResultError, at_least, text_table
 from bench.report import Result, envelope, heading, machine, read_result, write_result
 from paged.errors import PagedError
 
@@ -39,6 +39,7 @@ BENCHMARKS = {
     "block_manager": Benchmark("bench.block_manager", "the block manager's work, in CPU time"),
     "scheduler": Benchmark("bench.scheduler", "the scheduler's step, in CPU time"),
     "prefix_policies": Benchmark("bench.prefix_policies", "prefix hits against the optimum"),
+    "model": Benchmark("bench.model", "tokens per second of a whole model, beside other engines"),
     "serving": Benchmark("bench.serving", "ways of reserving KV memory, within one budget"),
     "host": Benchmark(
         "bench.host", "host time of a call of the kernels", {"TRITON_INTERPRET": "1"}
@@ -86,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return NOT_MEASURED
     except (BenchError, PagedError, OSError) as error:
         print(f"bench {name}: {' '.join(str(error).split())}", file=sys.stderr)
-        return BAD_INPUT
+        return WRONG if isinstance(error, WrongResultError) else BAD_INPUT
 
 
 def run_one(name: str, arguments: Sequence[str]) -> int:

@@ -70,8 +70,7 @@ def check_tokens(
             logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 :].float()
             chosen = logits.gather(1, torch.tensor(output)[:, None])[:, 0]
             gaps = logits.max(dim=1).values - chosen
-            if not float(gaps.max()) <= EXCUSED[dtype]:
-                place = int(gaps.argmax())
+            for place in (~(gaps <= EXCUSED[dtype])).nonzero().flatten().tolist():
                 raise BenchError(
                     f"{who}: prompt {number}, token {place} is not that of plain transformers: "
                     f"its logit is {float(gaps[place]):.3g} below the best"
