@@ -27,8 +27,8 @@ from bench.attention_plot import draw
 from bench.attention_vllm import load_vllm, vllm_attention, vllm_can
 from bench.records import (
     GROUPS,
-    BenchError,
     Record,
+    WrongResultError,
     positive,
     ratio_record,
     spread_text,
@@ -75,7 +75,7 @@ def measure(case: Case, seconds: float, seed: int, vllm: bool) -> list[Record]:
     errors = {name: largest_error(problem, provider()) for name, provider in found.items()}
     for name, error in errors.items():
         if not error <= max(2 * errors[DENSE], 2e-6):
-            raise BenchError(
+            raise WrongResultError(
                 f"{case.name}: {name} is wrong, by {error:.2g} of the largest value; "
                 f"dense attention errs by {errors[DENSE]:.2g}"
             )

@@ -36,6 +36,10 @@ class BenchError(Exception):
     """What a user can put right; shown in one line."""
 
 
+class WrongResultError(BenchError):
+    """What was to be timed does not compute what it should."""
+
+
 class NotMeasuredError(BenchError):
     """This machine lacks what the benchmark measures."""
 

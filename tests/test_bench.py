@@ -14,6 +14,7 @@ from bench.__main__ import BAD_INPUT, NOT_MEASURED, WRONG, Benchmark, main
 from bench.records import (
     BenchError,
     NotMeasuredError,
+    WrongResultError,
     exact_record,
     rate_record,
     ratio_record,
@@ -204,6 +205,13 @@ def test_failures_and_missing_devices_have_exit_codes(fake, capsys):
     fake.run = absent
     assert main(["fake"]) == NOT_MEASURED
     assert capsys.readouterr().err == "bench fake: not measured: needs a GPU\n"
+
+    def wrong(options):
+        raise WrongResultError("off by one")
+
+    fake.run = wrong
+    assert main(["fake"]) == WRONG
+    assert capsys.readouterr().err == "bench fake: off by one\n"
 
 
 @pytest.mark.parametrize(

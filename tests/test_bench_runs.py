@@ -11,7 +11,7 @@ from bench import attention, attention_cases, block_manager, host, prefix_polici
 from bench import block_manager_peers as peers
 from bench.attention_cases import IN_ORDER, PREFIX, RANDOM, Case, Problem, sweeps
 from bench.prefix_policies import FIFO, OPTIMUM, OURS, made_up_requests
-from bench.records import BenchError
+from bench.records import BenchError, WrongResultError
 from paged.trace import Request
 
 PNG = b"\x89PNG"
@@ -108,7 +108,7 @@ def test_attention_times_each_case_once_with_its_error(tiny_sweeps, tmp_path):
 def test_wrong_attention_is_not_timed(tiny_sweeps, monkeypatch):
     wrong = staticmethod(lambda order, prefix=None: torch.zeros(3, 4, 16))
     monkeypatch.setattr(attention_cases.Problem, "paged", wrong)
-    with pytest.raises(BenchError, match=r"decode 3 x 20.*is wrong"):
+    with pytest.raises(WrongResultError, match=r"decode 3 x 20.*is wrong"):
         attention.run(options(seconds=1e-3, vllm=None))
 
 
