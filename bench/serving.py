@@ -1,22 +1,8 @@
 """One fixed budget of KV memory, and ways of reserving it: who fits, what it costs, what it brings.
 
-The rules, written down before anything was measured:
-
-- A load is all there from the start, and served in its order, at most 256 sequences at once.
-- Texts of "N tokens" have at most N: each length up to N is as likely as any other, and so is each
-  place in it where the prompt ends. "Mixed" has as many of 128 as of 2,048. A trace gives its
-  lengths; its clock and what its prompts share are left out, since only reserving is compared.
-- A budget is 1, 2, 4, ... units, where a unit is the next power of two of the longest sequence:
-  from where any one sequence fits, by any way, to where all requests (or all seats) do.
-- Where figures of one budget are shown, it is the largest at which pages, too, are short of memory.
-- What an article says (tokens/s +38 %, +133 %, +122 %; memory in use +30 to +50 %) is drawn into the
-  picture. It does not say at which budget, so nothing is chosen to meet it.
-
-Tokens per step come from a replay without a model. A step is taken to cost the same whatever it
-holds, so they bound from above what more sequences at once bring. The article's rows also run with
-SmolLM2 where it is at hand, but with --quick: one engine and the same kernels for all ways, behind a
-gate that lets in as many as the way has room for (8 texts, at most 32 new tokens each, 1 and 4
-units).
+README.md has the rules by which loads and budgets were chosen, written down before any was run. The
+loads are replayed without a model; the article's also run with SmolLM2, where it is at hand and
+without --quick.
 """
 
 from __future__ import annotations
