@@ -54,7 +54,7 @@ def demand_of_swapped(job: Job, manager: BlockSpaceManager, lookahead: int) -> D
     tails: Counter[int] = Counter()  # partial blocks that will be written
     for seq, table in zip(job.seqs, group, strict=True):
         num_tokens += len(seq) - job.start(seq, tables)
-        target = len(seq) + (0 if job.leads else lookahead)
+        target = len(seq) + lookahead
         num_blocks += max(0, -(-target // block_size) - len(table.blocks))
         if target > table.num_tokens and table.num_tokens % block_size:
             tails[table.blocks[-1]] += 1

@@ -70,8 +70,8 @@ class Job:
         """The tokens that come next, at most `budget`; [] when none can be computed now.
 
         All sequences of a group reach their end in the same step: until all their tokens fit,
-        each keeps its last one back. One whose first tokens another computes waits for those,
-        and starts in the step that computes them.
+        each keeps its last one back. One that is led comes after its lead: it gets none of the
+        budget before the lead has all it can take.
         """
         starts = [self.start(seq, tables) for seq in self.seqs]
         missing = sum(map(len, self.seqs)) - sum(starts)
@@ -83,17 +83,11 @@ class Job:
         if not in_parts:
             return []
         rows: list[Row] = []
-        ends: dict[Any, int] = {}
         for seq, start in zip(self.seqs, starts, strict=True):
-            lead = self.leads.get(seq.seq_id)
-            if lead is not None and ends[lead.seq.seq_id] < lead.num_tokens:
-                ends[seq.seq_id] = tables[seq.seq_id].num_computed
-                continue
-            query_len = max(0, min(budget, len(seq) - 1 - start))
-            if query_len:
+            query_len = min(budget, len(seq) - 1 - start)
+            if query_len > 0:
                 rows.append((seq, query_len, start, False))
                 budget -= query_len
-            ends[seq.seq_id] = start + query_len
         return rows
 
     def decodes(self, tables: Mapping[Any, BlockTable]) -> bool:
@@ -119,9 +113,9 @@ class Job:
         self.leads[seq.seq_id] = Lead(lead, num_tokens)
 
     def ends_with(self, seq: SequenceLike, at_end: Container[Any]) -> bool:
-        """Whether all tokens of `seq` are computed because those of a sequence `at_end` are."""
+        """Whether `seq` reaches its end because its lead does, which is `at_end`."""
         lead = self.leads.get(seq.seq_id)
-        return lead is not None and lead.num_tokens == len(seq) and lead.seq.seq_id in at_end
+        return lead is not None and lead.seq.seq_id in at_end
 
     def catch_up(self, manager: BlockSpaceManager) -> None:
         """What others have computed of a sequence counts as its own from now on."""

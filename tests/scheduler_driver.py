@@ -44,6 +44,7 @@ class Driver:
         self.live: dict[Any, Sequence] = {}
         self.group_of: dict[Any, Any] = {}  # seq_id -> request_id
         self.preempted: Counter[str] = Counter()
+        self.returning: set[Any] = set()  # request_ids that were preempted once
         self.rejected: dict[Any, str] = {}
         self.computed_tokens = 0
         self.steps = 0
@@ -95,6 +96,7 @@ class Driver:
         for seq in self.members(request_id):
             del self.live[seq.seq_id]
         del self.groups[request_id]
+        self.returning.discard(request_id)
 
     # Steps
 
@@ -104,6 +106,7 @@ class Driver:
         output = self.scheduler.schedule()
         self.manager.check_invariants()
         self.preempted.update(output.preempted.values())
+        self.returning.update(output.preempted)
         self.check_rejections(output)
         self.check_movements(output)
         self.cache.swap_out(output.swap_out)
@@ -244,6 +247,8 @@ class Driver:
                 assert seqs[row - 1].token_ids == seq.token_ids
             elif context_lens[row] == len(seq) - 1 and len(self.members(request_id)) == 1:
                 self.check_lookahead(seq)
+            if not self.config.enable_chunked_prefill and request_id not in self.returning:
+                assert end == len(seq), "a prompt in parts"
         for request_id, number in ends.items():
             assert number in (0, len(self.members(request_id))), "a group that comes apart"
 

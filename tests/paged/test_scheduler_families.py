@@ -186,12 +186,23 @@ def test_forks_may_need_more_seats_than_there_are():
     """The later group keeps its blocks and goes on when there are seats again."""
     driver = drive(num_blocks=20, max_num_seqs=3)
     parent = driver.add("a", [1]).seqs[0]
+    driver.add("b", [2])
+    driver.add("c", [3])
+    driver.step()
+    children = [driver.fork(parent, ("a", index)) for index in (1, 2)]
+    assert [name for name, *_ in rows(driver.step())] == ["a", "a", "a"]
+    driver.end(driver.begin(), {("a", 0): 1, ("a", 1): 2}, [children[1].seq_id])
+    assert [name for name, *_ in rows(driver.step())] == ["a", "a", "b"]
+    assert driver.manager.stats().gpu.num_used == 4
+
+
+def test_a_group_may_lack_seats_for_all_of_its_sequences():
+    driver = drive(num_blocks=20, max_num_seqs=3)
+    parent = driver.add("a", [1]).seqs[0]
     driver.add("b", [2], 2)
     driver.step()
     driver.fork(parent, ("a", 1))
     assert [name for name, *_ in rows(driver.step())] == ["a", "a"]
-    driver.end(driver.begin(), {("a", 0): 1}, [("a", 1)])
-    assert [name for name, *_ in rows(driver.step())] == ["a", "b", "b"]
 
 
 def test_a_fork_that_makes_no_sense_is_refused():
