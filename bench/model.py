@@ -81,7 +81,10 @@ def run(options: argparse.Namespace) -> Result:
     for dtype in size.dtypes:
         model = tiny_llama(dtype) if tiny else load_smollm2(dtype)
         prompts = random_prompts(size, model.config.vocab_size, options.seed)
-        title = f"{name}, {dtype}, {size.prompts} prompts, {size.new_tokens} tokens"
+        title = (
+            f"{name}, {dtype}, {size.prompts} prompts of {SHORTEST} to {size.longest} tokens, "
+            f"{size.new_tokens} new"
+        )
         with ExitStack() as stack:
             others: dict[str, Generate] = {}
             if options.vllm_python is not None:

@@ -99,7 +99,7 @@ def test_the_command_runs_without_smollm2(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(model, "QUICK", small)
     assert main(["model", "--quick", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert "tiny Llama, float32, 2 prompts, 2 tokens: ours" in printed
+    assert "tiny Llama, float32, 2 prompts of 16 to 20 tokens, 2 new: ours" in printed
     assert "vLLM: not measured" in printed
     result = read_result(tmp_path / "model-quick.json")
     assert {record["kind"] for record in result["records"]} == {"time", "ratio"}
