@@ -22,6 +22,7 @@ from paged.errors import PagedError, UnsupportedModelError
 
 NAME = "paged"
 _BENIGN = frozenset({"position_ids", "cache_position", "text_position_ids"})
+_replaced: dict[int, tuple[Any, str]] = {}  # id(config) -> config and what it named before
 
 
 class NoPagesError(PagedError):
@@ -139,14 +140,31 @@ def attention_configs(model: nn.Module) -> list[Any]:
 @contextmanager
 def paged_attention_in(configs: list[Any]) -> Iterator[None]:
     """Within the block these configs name our functions; after it, what they named before."""
-    before = [config._attn_implementation_internal for config in configs]
+    _restore(configs)
+    before = {id(config): (config, config._attn_implementation_internal) for config in configs}
+    _replaced.update(before)
     try:
         for config in configs:
             config._attn_implementation_internal = NAME
         yield
-    finally:
-        for config, implementation in zip(configs, before, strict=True):
-            config._attn_implementation_internal = implementation
+    finally:  # which may come late, when the next block has begun
+        _restore([config for config, _ in before.values() if _is_current(config, before)])
+
+
+def restore_attention(model: nn.Module) -> None:
+    """End a `paged_attention_in` that an interrupt has kept from its end."""
+    if _replaced:
+        _restore(attention_configs(model))
+
+
+def _is_current(config: Any, before: dict[int, tuple[Any, str]]) -> bool:
+    return _replaced.get(id(config)) is before[id(config)]
+
+
+def _restore(configs: list[Any]) -> None:
+    for config in configs:
+        if id(config) in _replaced:
+            _, config._attn_implementation_internal = _replaced.pop(id(config))
 
 
 def _form(function: Callable[..., Any]) -> tuple[Any, ...]:

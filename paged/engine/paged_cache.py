@@ -15,7 +15,7 @@ from paged.config import CacheConfig
 from paged.errors import NoFreeBlocksError, PagedError
 from paged.sequence import Sequence
 
-from .attention import LayerCall, paged_attention_in
+from .attention import LayerCall, paged_attention_in, restore_attention
 from .paged_step import PagedStep
 from .runner import ModelRunner
 
@@ -240,10 +240,14 @@ class PagedCache(Cache):
 def _enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Before a forward pass with a PagedCache: attend over its pages."""
     cache = _cache_in(args, kwargs)
+    if "paged_step" not in kwargs:  # else an engine has made this call
+        restore_attention(model)
     if cache is None:
         return None
     if cache.runner.model is not model:
         raise PagedError(f"this PagedCache was made for another {type(model).__name__}")
+    if cache._forward is not None and cache.get_seq_length():
+        raise PagedError("a forward pass of this PagedCache was interrupted; reset() it first")
     cache._forward = _Forward(cache.get_seq_length())
     cache._forward.attention.enter_context(paged_attention_in(cache.runner.layers.configs))
     return args, kwargs | {"paged_step": cache}

@@ -204,6 +204,27 @@ def test_a_failed_forward_pass_leaves_the_cache_as_it_was():
 
 
 @torch.no_grad()
+def test_an_interrupted_forward_pass_leaves_the_model_as_it_was():
+    model, inputs = tiny_model("llama"), batch(2, 0)
+    cache, before = paged_cache(model), generate(model, inputs)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt  # torch calls no hook after one
+
+    hook = model.lm_head.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, inputs, cache=cache)
+    hook.remove()
+    assert torch.equal(generate(model, inputs), before)
+    assert model.config._attn_implementation == "eager"
+    with pytest.raises(PagedError, match=r"was interrupted; reset\(\) it first"):
+        model(torch.tensor([[3]] * 2), cache=cache)
+    cache.reset()
+    assert torch.equal(generate(model, inputs, cache=cache), before)
+    assert model.config._attn_implementation == "eager"
+
+
+@torch.no_grad()
 def test_what_does_not_fit_the_cache_is_refused():
     model = tiny_model("llama")
     cache = paged_cache(model)
