@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SEED_BITS = 63
+_LEAST_TEMPERATURE = 1e-37  # below, it is 0 in float32 on some devices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +140,9 @@ def probabilities(
     """float32 [num_rows, vocab], 0 for what top_k and then top_p leave out."""
     import torch
 
-    logits = logits.float() / temperature
+    logits = logits.float()
+    # Differences to the greatest cannot overflow, however small the temperature.
+    logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, _LEAST_TEMPERATURE)
     vocab = logits.shape[-1]
     if top_k is not None and top_k < vocab:
         least = logits.topk(top_k).values[:, -1:]

@@ -69,6 +69,12 @@ def test_top_k_and_top_p_keep_what_they_should():
     assert probabilities(logits, 1.0, None, 0.4)[0].tolist() == [1, 0, 0]
 
 
+@pytest.mark.parametrize("temperature", [1e-30, 1e-38, 1e-320])
+def test_a_tiny_temperature_does_not_overflow(temperature):
+    logits = torch.tensor([[-300.0, 40.0, 700.0, 12.0]])
+    assert probabilities(logits, temperature, None, None)[0].tolist() == [0, 0, 1, 0]
+
+
 def test_temperature_0_takes_the_most_probable_token():
     logits = torch.tensor([[1.0, 3.0, 2.0], [5.0, -torch.inf, 4.0]])
     greedy = Draw(SamplingParams(), seed=0, position=0)
