@@ -206,18 +206,31 @@ class Engine:
 
     def _follow(self, request_ids: list[Hashable]) -> Iterator[RequestOutput]:
         """Step until these are finished; outputs of others stay in the outbox."""
-        loop, open_ids = self._loop, set(request_ids)
+        outputs = self._followed(set(request_ids))
+        next(outputs)  # from now on its end is sure to be run
+        return outputs  # type: ignore[return-value]
+
+    def _followed(self, open_ids: set[Hashable]) -> Iterator[RequestOutput | None]:
+        """None, and then the outputs."""
+        loop = self._loop
         try:
+            yield None
             while open_ids:
                 loop.advance()
-                mine = [output for output in loop.outbox if output.request_id in open_ids]
-                others = (output for output in loop.outbox if output.request_id not in open_ids)
-                loop.outbox = list(others)
-                open_ids -= {output.request_id for output in mine if output.finished}
+                mine = self._take_outputs(open_ids)
+                open_ids &= loop.requests.keys()  # `step` may have told the end of others
                 yield from mine
         finally:
             for request_id in open_ids & loop.requests.keys():
                 loop.remove(loop.requests[request_id])
+            self._take_outputs(open_ids)
+
+    def _take_outputs(self, request_ids: set[Hashable]) -> list[RequestOutput]:
+        """Those of these requests, out of the outbox."""
+        loop = self._loop
+        taken = [output for output in loop.outbox if output.request_id in request_ids]
+        loop.outbox = [output for output in loop.outbox if output.request_id not in request_ids]
+        return taken
 
     def _is_free(self, request_id: Hashable) -> bool:
         """Whether a name belongs neither to a running request nor to one yet to be told of."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from numbers import Integral
 
 from paged.errors import PromptTooLongError
-from paged.sequence import checked_tokens
+from paged.sequence import as_list, checked_tokens
 
 from .detokenizer import Tokenizer
 from .sampling import SamplingParams
@@ -49,7 +49,11 @@ def with_params(
     params: SamplingParams | Iterable[SamplingParams] | None,
 ) -> list[tuple[Prompt, SamplingParams]]:
     """Each prompt with its params; one prompt may come without a list around it."""
-    several: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)  # type: ignore[arg-type]
+    if hasattr(prompts, "tolist"):  # a tensor
+        prompts = prompts.tolist()
+    several: list[Prompt] = (
+        [prompts] if isinstance(prompts, str) else as_list("prompts", prompts, "prompts")
+    )
     if several and isinstance(several[0], Integral):
         several = [several]  # type: ignore[list-item]
     if params is None or isinstance(params, SamplingParams):

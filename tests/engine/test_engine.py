@@ -347,6 +347,14 @@ def test_generate_that_fails_leaves_nothing_behind():
     assert list(run(subject)) == [other]
 
 
+def test_generate_that_fails_leaves_no_rejection_to_be_told():
+    subject = engine(max_num_seqs=2)
+    subject.runner.forward = failing(subject.runner.forward, {0})
+    with pytest.raises(Failure):
+        subject.generate(PROMPTS[:2], [SamplingParams(n=3, temperature=1.0), SamplingParams()])
+    assert not subject.has_unfinished
+
+
 # Requests come and go
 
 
@@ -403,13 +411,23 @@ def test_stream_gives_each_token_once_and_other_requests_wait_for_step():
     assert told[-1].outputs[0].token_ids == greedy("llama", PROMPTS[3], 3)
 
 
-def test_closing_a_stream_aborts_what_is_left():
+@pytest.mark.parametrize("num_read", [0, 1])
+def test_closing_a_stream_aborts_what_is_left(num_read):
     subject = engine()
     stream = subject.stream(PROMPTS, SamplingParams(max_tokens=20))
-    next(stream)
+    for _ in range(num_read):
+        next(stream)
     stream.close()
     assert not subject.requests
     assert_empty(subject)
+
+
+def test_a_stream_ends_when_step_has_told_the_rest():
+    subject = engine()
+    stream = subject.stream(PROMPTS[:2], SamplingParams(max_tokens=4))
+    next(stream)
+    run(subject)
+    assert all(len(output.outputs[0].token_ids) == 1 for output in stream)
 
 
 def test_a_request_can_be_aborted_while_its_stream_is_read():
@@ -500,6 +518,15 @@ def test_names_priorities_and_params_are_checked():
 def test_params_must_be_as_many_as_prompts():
     with pytest.raises(ValueError, match="2 entries for 3 prompts"):
         engine().generate([[3], [4], [5]], [SamplingParams()] * 2)
+
+
+def test_prompts_may_be_a_tensor():
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    expected = tokens_of(engine().generate([[3, 4], [5, 6]], params))
+    assert tokens_of(engine().generate(torch.tensor([[3, 4], [5, 6]]), params)) == expected
+    assert tokens_of(engine().generate(torch.tensor([3, 4]), params)) == expected[:1]
+    with pytest.raises(TypeError, match="prompts is None"):
+        engine().generate(None)
 
 
 def test_progress_is_shown_when_asked_for(capfd):
