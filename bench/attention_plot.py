@@ -35,7 +35,7 @@ def draw(result: Result, path: Path) -> None:
             )
         axes.set_yscale("log")
         plain_numbers(axes.yaxis)
-        axes.set_xticks(range(len(places)), list(places), fontsize=8)
+        axes.set_xticks(range(len(places)), list(places), fontsize=7.5)
         axes.set_xlim(-0.5, len(places) - 0.5)
         axes.set_title(sweep, fontsize=10)
         axes.grid(axis="y", which="major", color="#DDDDDD", linewidth=0.6)
