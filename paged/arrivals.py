@@ -50,6 +50,11 @@ def _demand(plan: StepPlan, job: Job) -> Demand:
     return demand_of(job, plan.manager, plan.config.num_lookahead_slots)
 
 
+def _in_parts(plan: StepPlan, job: Job) -> bool:
+    """Whether the tokens that a group has to compute may be spread over steps."""
+    return plan.config.enable_chunked_prefill or job.returns
+
+
 def _stands_back(plan: StepPlan, job: Job, demand: Demand) -> bool:
     """Whether a block that this group needs next, and could find in the cache, is being computed."""
     cache, first, num_hits = plan.manager.cache, job.seqs[0], len(demand.hits)
@@ -73,7 +78,7 @@ def _never(plan: StepPlan, job: Job, demand: Demand) -> str:
         return f"{num_seqs} sequences, max_num_seqs is {most_seqs}"
     if num_seqs > most_tokens:
         return f"{num_seqs} sequences, max_num_batched_tokens is {most_tokens}"
-    if demand.num_tokens > most_tokens and not plan.in_parts(job):
+    if demand.num_tokens > most_tokens and not _in_parts(plan, job):
         return (
             f"{demand.num_tokens} tokens to compute, max_num_batched_tokens is {most_tokens} and "
             f"chunked prefill is off"
@@ -90,7 +95,7 @@ def _victims(plan: StepPlan, job: Job, demand: Demand, num_seqs: int) -> list[Jo
     num_seqs: sequences that run if nobody gives way, those of `job` included.
     """
     one_token_each = demand.num_tokens <= len(job.seqs)
-    least_tokens = 1 if plan.in_parts(job) and not one_token_each else demand.num_tokens
+    least_tokens = 1 if _in_parts(plan, job) and not one_token_each else demand.num_tokens
 
     def fits(victims: list[Job]) -> bool:
         return (

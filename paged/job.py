@@ -66,7 +66,7 @@ class Job:
         """The sequences that go on, as the manager takes them."""
         return SequenceGroup(self.request_id, self.seqs)
 
-    def rows(self, tables: Mapping[Any, BlockTable], budget: int, in_parts: bool) -> list[Row]:
+    def rows(self, tables: Mapping[Any, BlockTable], budget: int) -> list[Row]:
         """The tokens that come next, at most `budget`; [] when none can be computed now.
 
         All sequences of a group reach their end in the same step: until all their tokens fit,
@@ -80,8 +80,6 @@ class Job:
                 (seq, len(seq) - start, start, True)
                 for seq, start in zip(self.seqs, starts, strict=True)
             ]
-        if not in_parts:
-            return []
         rows: list[Row] = []
         for seq, start in zip(self.seqs, starts, strict=True):
             query_len = min(budget, len(seq) - 1 - start)

@@ -15,7 +15,7 @@ class StepPlan:
     """The output under way. Moves jobs between the queues and their blocks between the pools.
 
     budget        tokens that may still be computed in the step
-    computing     groups of which more than a token per sequence is computed
+    computing     groups that compute more than a token per sequence, or have just come in
     lacks_blocks  somebody gave way or stays out for want of blocks
     """
 
@@ -40,13 +40,9 @@ class StepPlan:
 
     # Rows
 
-    def in_parts(self, job: Job) -> bool:
-        """Whether the tokens that a group has to compute may be spread over steps."""
-        return self.config.enable_chunked_prefill or job.returns
-
     def compute(self, job: Job) -> bool:
         """Plan the next tokens of a running group; False when it gets none."""
-        rows = job.rows(self.manager.tables, self.budget, self.in_parts(job))
+        rows = job.rows(self.manager.tables, self.budget)
         self.add(rows)
         if rows:
             self.computing.append(job)
