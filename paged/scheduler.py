@@ -211,7 +211,7 @@ class Scheduler:
         columns = output.seqs, output.query_lens, output.context_lens, output.reaches_end
         rows = list(zip(*columns, strict=True))
         if self._aborted:
-            rows = [row for row in rows if self._queues.is_live(row[0])]
+            rows = [row for row in rows if row[0].seq_id not in self._aborted]
         leading = [job for job in self._queues.running if job.leads]
         at_end = {seq.seq_id: seq for seq, _, _, reaches_end in rows if reaches_end}
         for job in leading:

@@ -419,3 +419,15 @@ def test_a_fork_of_a_swapped_sequence_is_refused():
     with pytest.raises(NotOnGpuError):
         driver.scheduler.fork(group.seqs[0], group.seqs[0].fork("child"))
     assert len(group.seqs) == 1
+
+
+def test_a_group_that_was_aborted_and_comes_again_has_no_part_in_the_step():
+    d = drive()
+    again, _ = d.add("a", [1, 2, 3]), d.add("b", [5, 6])
+    output = d.begin()
+    d.scheduler.abort("a")
+    d.scheduler.add(again)
+    d.scheduler.update(output, {("a", 0): 7, ("b", 0): 8})
+    assert d.live["a", 0].token_ids == [1, 2, 3]
+    assert d.live["b", 0].token_ids == [5, 6, 8]
+    d.finish(6)
