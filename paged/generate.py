@@ -181,7 +181,10 @@ def summary(engine: Engine, seconds: float) -> str:
 def _read_prompts(args: argparse.Namespace) -> list[str]:
     prompts = list(args.prompt)
     if args.prompts is not None:
-        lines = args.prompts.read_text(encoding="utf-8").splitlines()
+        try:
+            lines = args.prompts.read_text(encoding="utf-8").split("\n")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"prompts {args.prompts} is no text in UTF-8: {error}") from error
         prompts += [line for line in lines if line.strip()]
     if not prompts:
         raise ValueError("no prompt: give --prompt TEXT, or --prompts FILE with one in each line")

@@ -139,6 +139,8 @@ def _check_kind(model: Any) -> None:
         raise UnsupportedModelError(f"{name} has layers of type {', '.join(sorted(other))}")
     if getattr(model, "_is_stateful", False) and not layer_types:
         raise UnsupportedModelError(f"{name} keeps a state that is not K and V")
+    if model.device.type == "meta":
+        raise ValueError("the model is on device 'meta', without weights; load them first")
     if model.training:
         raise ValueError("the model is in training mode; call model.eval() first")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paged.errors import PagedError, UnsupportedModelError
@@ -28,6 +29,11 @@ def load_model(
     dtype  "float32", "bfloat16", ...; None: as it was saved
     """
     name, options = _source(model, gguf)
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        message = f"device {device!r} is not at hand: {_first_sentence(error)}"
+        raise ModelLoadError(message) from error
     where = f"model {name}"
     if not Path(name).is_dir():
         where += " is no folder here, and the hub did not give it"
@@ -37,7 +43,7 @@ def load_model(
         )
     except ValueError as error:
         raise UnsupportedModelError(f"model {name}: {_first_sentence(error)}") from error
-    except (OSError, ImportError, RuntimeError) as error:
+    except (OSError, ImportError, RuntimeError, SafetensorError) as error:
         raise ModelLoadError(f"{where}: {_first_sentence(error)}") from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **options)

@@ -175,6 +175,7 @@ def make_folder(path, config):
         ([], "no prompt: give --prompt"),
         (["--prompts", "absent.txt"], "absent.txt"),
         (["--prompt", "a", "--gguf", "absent.gguf"], "GGUF file absent.gguf does not exist"),
+        (["--prompt", "a", "--device", "abacus"], "device 'abacus' is not at hand"),
         (["--prompt", "a", "--n", 2], "n is 2 at temperature 0"),
         (["--prompt", "a", "--beams", 0], "num_beams is 0"),
         (["--prompt", "a", "--num-blocks", 0], "num_gpu_blocks is 0"),
@@ -185,7 +186,7 @@ def make_folder(path, config):
             "prompt 1: prompt has 33 tokens; the pool has 2 blocks of 16",
         ),
     ],
-    ids=range(9),
+    ids=range(10),
 )
 def test_wrong_arguments_are_one_line(run, arguments, words):
     code, out, err = run(*arguments)
@@ -194,7 +195,9 @@ def test_wrong_arguments_are_one_line(run, arguments, words):
     assert len(err.splitlines()) == 1 and "Traceback" not in err
 
 
-@pytest.mark.parametrize("kind", ["file", "empty", "no weights", "no tokenizer", "t5", "unknown"])
+@pytest.mark.parametrize(
+    "kind", ["file", "empty", "no weights", "cut off", "no tokenizer", "t5", "unknown"]
+)
 def test_a_model_that_cannot_be_used_is_one_line(run, tmp_path, kind, folder):
     path, words = tmp_path / "model", str(tmp_path)
     if kind == "file":
@@ -206,6 +209,10 @@ def test_a_model_that_cannot_be_used_is_one_line(run, tmp_path, kind, folder):
     elif kind == "no weights":
         make_folder(path, LlamaConfig())
         words = "model.safetensors"
+    elif kind == "cut off":
+        make_folder(path, LlamaConfig())
+        (path / "model.safetensors").write_bytes(b"\xff" * 40)
+        words = "header"
     elif kind == "no tokenizer":
         make_folder(path, LlamaForCausalLM.from_pretrained(folder))
         words = "tokenizer of model"
@@ -221,6 +228,16 @@ def test_a_model_that_cannot_be_used_is_one_line(run, tmp_path, kind, folder):
     assert (code, out) == (2, "")
     assert words in err and str(path) in err
     assert len(err.splitlines()) == 1 and len(err) < 400
+
+
+def test_a_line_of_the_prompts_file_is_a_prompt(run, tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes("a\u2028b\x0b\n\nc\n".encode())
+    _, out, _ = run("--prompts", path, "--max-tokens", 1)
+    assert "[2] c" in out and "[3]" not in out
+    path.write_bytes(b"\xff\xfe")
+    code, _, err = run("--prompts", path)
+    assert code == 2 and err.startswith(f"paged: prompts {path} is no text in UTF-8")
 
 
 def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(run):

@@ -369,3 +369,10 @@ def test_calling_a_paged_model_without_pages_says_what_is_missing():
     model.set_attn_implementation("paged")
     with pytest.raises(PagedError, match="reads K and V from pages, and none came"):
         logits_alone(model, [1, 2, 3])
+
+
+def test_a_model_without_weights_is_refused():
+    with torch.device("meta"):
+        model = type(tiny_model("llama"))(tiny_model("llama").config).eval()
+    with pytest.raises(ValueError, match="the model is on device 'meta'"):
+        ModelRunner(model)
