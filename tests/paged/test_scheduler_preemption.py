@@ -215,6 +215,18 @@ def test_cached_blocks_of_the_victim_serve_the_arrival():
     assert rows(output) == [("urgent", 7, 8)]
 
 
+def test_cached_blocks_of_the_victim_are_not_room_as_well():
+    """Of the three blocks that would be given back the arrival finds two: one, and one that is
+    free, are not the three more that it needs.
+    """
+    driver = drive(num_blocks=6, num_cpu_blocks=9, policy="priority")
+    driver.add("stays", [7] * 6, priority=0)
+    driver.add("less", [1] * 10, priority=1)
+    driver.step()
+    driver.add("urgent", [*[1] * 8, *[2] * 9], priority=0)
+    assert driver.step().preempted == {}
+
+
 def test_a_seat_or_a_token_of_the_budget_is_worth_a_preemption_too():
     for limit in ("max_num_seqs", "max_num_batched_tokens"):
         driver = drive(num_blocks=9, num_cpu_blocks=9, policy="priority", **{limit: 2})
