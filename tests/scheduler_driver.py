@@ -329,16 +329,17 @@ def drive(
     block_size: int = 4,
     num_cpu_blocks: int = 0,
     caching: bool = True,
+    watermark: float = 0.0,
     **config: Any,
 ) -> Driver:
-    """A driver without a watermark: small pools stay exact."""
+    """A driver without a watermark unless one is asked for: small pools stay exact."""
     return Driver(
         CacheConfig(
             block_size=block_size,
             num_gpu_blocks=num_blocks,
             num_cpu_blocks=num_cpu_blocks,
             enable_prefix_caching=caching,
-            watermark=0.0,
+            watermark=watermark,
         ),
         SchedulerConfig(**config),
     )

@@ -227,6 +227,14 @@ def test_cached_blocks_of_the_victim_are_not_room_as_well():
     assert driver.step().preempted == {}
 
 
+def test_the_watermark_is_not_kept_free_when_nobody_is_left_to_grow():
+    driver = drive(num_blocks=8, num_cpu_blocks=8, watermark=0.25, policy="priority")
+    driver.add("less", [1] * 10, priority=1)
+    driver.step()
+    driver.add("urgent", [2] * 30, priority=0)  # all eight blocks
+    assert driver.step().preempted == {"less": "swap"}
+
+
 def test_a_seat_or_a_token_of_the_budget_is_worth_a_preemption_too():
     for limit in ("max_num_seqs", "max_num_batched_tokens"):
         driver = drive(num_blocks=9, num_cpu_blocks=9, policy="priority", **{limit: 2})
