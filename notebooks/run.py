@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ FOLDER = Path(__file__).parent
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 CELL_SECONDS = 600  # no cell takes longer, however busy the machine
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
+QUIET = "ignore:IProgress not found"  # tqdm would rather have widgets
 PICTURES = "--InlineBackend.print_figure_kwargs={'dpi': 100, 'bbox_inches': 'tight'}"
 
 
@@ -59,7 +61,7 @@ def run(source: Path, target: Path) -> bool:
         config=Config(KernelManager={"transport": "ipc"}),  # ports might collide
     )
     try:
-        client.execute()
+        client.execute(env={**os.environ, "PYTHONWARNINGS": QUIET})
     except CellExecutionError as error:
         print(f"{source.stem}: {error}", file=sys.stderr)
         return False

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
-NAMES = ["01_block_tables", "02_tune_block_size", "03_paged_vs_dense"]
+NAMES = ["01_block_tables", "02_tune_block_size", "03_paged_vs_dense", "04_real_model"]
 MOST_BYTES = 400_000
 ABSOLUTE_PATH = re.compile(r"(?<![\w.:/<])/\w+/\w")
 
@@ -48,8 +48,9 @@ def texts(notebook):
 @pytest.mark.run_early
 @pytest.mark.parametrize("name", NAMES)
 def test_it_runs_and_shows_what_is_committed(name, tmp_path):
-    if find_spec("nbclient") is None:
-        pytest.skip("nbclient is not installed: pip install 'paged[notebooks]'")
+    for package in ("nbclient", "transformers"):
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: pip install 'paged[notebooks,models]'")
     environment = {
         name: value
         for name, value in os.environ.items()
