@@ -104,17 +104,12 @@ class Scheduler:
             )
         if group.request_id in self._queues.jobs:
             raise ValueError(f"request_id {group.request_id!r} belongs to a live group")
-        first = group.seqs[0]
         for seq in group.seqs:
             self._check_new(seq)
             if not len(seq):
                 raise ValueError(f"sequence {seq.seq_id!r} has no tokens; it must have a prompt")
-            if list(seq.token_ids) != list(first.token_ids):
-                raise ValueError(
-                    f"sequences {first.seq_id!r} and {seq.seq_id!r} of group "
-                    f"{group.request_id!r} differ in tokens"
-                )
-            self.manager.admission.check_keys(first, seq)
+        checked_tokens(group.seqs[0].token_ids, "token_ids")
+        self.manager.can_allocate(group)  # raises where `schedule` would, at any later step
         priority = group.priority if self.config.policy == "priority" else 0
         self._queues.add(Job(group, priority, self._num_added))
         self._num_added += 1

@@ -5,6 +5,7 @@ import pytest
 from scheduler_driver import Driver, drive, rows
 
 from paged import (
+    AlreadyAllocatedError,
     BlockSpaceManager,
     CacheConfig,
     NotOnGpuError,
@@ -249,10 +250,24 @@ def test_an_update_that_makes_no_sense_changes_nothing():
 # --- add and abort ------------------------------------------------------------------------------
 
 
+class Words:
+    """A sequence of the caller's own, with tokens that are none."""
+
+    seq_id, token_ids = "words", ("a", "b")
+
+    def append_token(self, token):
+        raise AssertionError("never reached")
+
+    def __len__(self):
+        return len(self.token_ids)
+
+
 def test_a_group_that_makes_no_sense_is_refused():
     driver = drive()
     seq = Sequence("s", [1])
     driver.scheduler.add(SequenceGroup("r", [seq]))
+    taken = Sequence("taken", [1])
+    driver.manager.allocate(taken)
     for group, error, message in (
         (Sequence("t", [1]), TypeError, "must be a SequenceGroup, also for one sequence"),
         (None, TypeError, "group is None"),
@@ -262,13 +277,15 @@ def test_a_group_that_makes_no_sense_is_refused():
         (
             SequenceGroup("q", [Sequence("t", [1]), Sequence("u", [2])]),
             ValueError,
-            "'t' and 'u' of group 'q' differ in tokens",
+            "'t' and 'u' of a group differ in tokens",
         ),
         (
             SequenceGroup("q", [Sequence("t", [1]), Sequence("u", [1], salt="x")]),
             ValueError,
             "salt or extra_key of sequences 't' and 'u' differ",
         ),
+        (SequenceGroup("q", [taken]), AlreadyAllocatedError, "'taken' already holds blocks"),
+        (SequenceGroup("q", [Words()]), TypeError, "token 'a' at position 0 is no int"),
     ):
         with pytest.raises(error, match=message):
             driver.scheduler.add(group)
