@@ -91,7 +91,8 @@ def _never(plan: StepPlan, job: Job, demand: Demand) -> str:
 def _victims(plan: StepPlan, job: Job, demand: Demand, num_seqs: int) -> list[Job] | None:
     """The groups to preempt so that `job` fits, mostly none; None when it cannot fit now.
 
-    Only strictly less urgent ones give way, the least urgent first, and never in vain.
+    Only strictly less urgent ones give way, never in vain, and the least urgent first, whatever it
+    holds: nobody runs who is less urgent than one that had to go.
     num_seqs: sequences that run if nobody gives way, those of `job` included.
     """
     one_token_each = demand.num_tokens <= len(job.seqs)

@@ -7,11 +7,12 @@ from .job import Job
 from .step_plan import StepPlan
 
 
-def go_on(plan: StepPlan) -> bool:
-    """Plan the running groups' next tokens; False when one of them got none.
+def go_on(plan: StepPlan) -> None:
+    """Plan the running groups' next tokens.
 
     Decoding groups come first: a token each, so that a long prompt keeps nobody waiting. The rest
-    of the budget goes to groups with more tokens to compute. Both in order of urgency.
+    of the budget goes to groups with more tokens to compute. Both in order of urgency. When one
+    gets none, no budget is left for those that are not running.
     """
     tables, append_slots, output = plan.manager.tables, plan.manager.append_slots, plan.output
     lookahead, max_num_seqs = plan.config.num_lookahead_slots, plan.config.max_num_seqs
@@ -47,19 +48,28 @@ def go_on(plan: StepPlan) -> bool:
     for job in prompts:
         if job.state == "running" and give_slots(plan, job):
             everyone &= _has_seats(plan, job) and plan.compute(job)
-    return everyone
+    if not everyone:
+        plan.budget = 0
 
 
 def give_slots(plan: StepPlan, job: Job, num_lookahead_slots: int = 0) -> bool:
     """A slot for each token of a group; False when it had to give way itself."""
+    while error := _append_slots(plan, job, num_lookahead_slots):
+        if not _make_way(plan, job, error):
+            return False
+    return True
+
+
+def _append_slots(plan: StepPlan, job: Job, num_lookahead_slots: int) -> NoFreeBlocksError | None:
+    """What was given before an error stays, and needs no second copy."""
     try:
         for seq in job.seqs:
             copies = plan.manager.append_slots(seq, num_lookahead_slots)
             if copies:
                 plan.movements.add_copies(copies)
-        return True
     except NoFreeBlocksError as error:
-        return _make_way(plan, job, error) and give_slots(plan, job, num_lookahead_slots)
+        return error
+    return None
 
 
 def _has_seats(plan: StepPlan, job: Job) -> bool:

@@ -169,7 +169,8 @@ class Scheduler:
         same work anew; the movements of the first output count as done.
         """
         plan = StepPlan(self.config, self.manager, self._queues)
-        if go_on(plan) and not plan.lacks_blocks:
+        go_on(plan)
+        if not plan.lacks_blocks:
             let_in(plan)
         self._last = output = plan.finish()
         self._aborted.clear()

@@ -46,6 +46,7 @@ def test_it_is_computed_again_when_the_cpu_pool_is_too_small_or_not_wanted(optio
     driver.step(finish_at=11)
     assert rows(driver.step(finish_at=11)) == [("b", 9, 0)]  # its first new token with the prompt
     assert driver.scheduler.recomputed_tokens == 8
+    assert driver.scheduler.num_prompt_tokens == 16, "a prompt is counted once"
 
 
 def test_what_is_still_cached_is_not_computed_again():
@@ -189,6 +190,16 @@ def test_nobody_gives_way_in_vain():
     assert driver.scheduler.num_waiting_for_blocks == 1
 
 
+def test_nobody_goes_on_who_is_less_urgent_than_one_that_gave_way():
+    """The last has one block, of five that are needed; it does not stay while the other goes."""
+    driver = drive(num_blocks=7, num_cpu_blocks=9, policy="priority")
+    driver.add("large", [1] * 18, priority=1)
+    driver.add("last", [2] * 2, priority=2)
+    driver.step()
+    driver.add("urgent", [9] * 21, priority=0)
+    assert driver.step().preempted == {"last": "swap", "large": "swap"}
+
+
 def test_only_blocks_that_the_victims_alone_hold_make_room():
     """Three of the victim's four blocks are shared with another that stays."""
     driver = drive(num_blocks=8, num_cpu_blocks=9, policy="priority")
@@ -245,6 +256,32 @@ def test_a_seat_or_a_token_of_the_budget_is_worth_a_preemption_too():
         output = driver.step()
         assert output.preempted == {"b": "swap"}
         assert rows(output) == [("a", 1, 1), ("urgent", 2 if limit == "max_num_seqs" else 1, 0)]
+
+
+def test_an_arrival_preempts_though_others_lack_tokens_of_the_budget():
+    driver = drive(num_blocks=9, num_cpu_blocks=9, policy="priority", max_num_batched_tokens=2)
+    parent = driver.add("a", [1], priority=1).seqs[0]
+    driver.add("b", [2], priority=1)
+    driver.step()
+    driver.fork(parent, ("a", 1))
+    assert rows(driver.step()) == [("a", 1, 1), ("a", 1, 1)]  # b gets none
+    driver.add("as urgent", [3], priority=1)
+    assert rows(driver.step()) == [("a", 1, 2), ("a", 1, 2)]
+    driver.add("urgent", [9, 9], priority=0)
+    output = driver.step()
+    assert output.preempted == {"b": "swap", "a": "swap"}
+    assert rows(output) == [("urgent", 2, 0)]
+
+
+def test_one_that_gave_way_computes_nothing_that_others_could_wait_for():
+    driver = drive(num_blocks=12, num_cpu_blocks=12, policy="priority", max_num_batched_tokens=16)
+    driver.add("victim", [1] * 40, priority=1)
+    driver.step()
+    driver.add("urgent", [2] * 9, priority=0)
+    driver.add("urgent too", [1] * 20, priority=0)
+    output = driver.step()
+    assert output.preempted == {"victim": "swap"}
+    assert rows(output) == [("urgent", 9, 0), ("urgent too", 4, 16)]
 
 
 def test_nobody_as_urgent_as_the_victim_takes_its_place():
