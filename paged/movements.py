@@ -2,8 +2,9 @@
 
 The manager's calls follow one another; a step makes all swaps out, then all swaps in, then all
 copies. So a source that an earlier pair of the step fills is replaced by where its content is now,
-and a pair whose destination is given up again is dropped. No step swaps both out and in: whoever is
-swapped out comes back before anyone less urgent runs, so no one in its step has to go for another.
+and a pair whose destination is given up again is dropped. No step swaps both out and in: whoever
+runs is at least as urgent as whoever is swapped out, so nobody has to go in a step in which one
+of these comes back.
 """
 
 from __future__ import annotations
