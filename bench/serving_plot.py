@@ -10,10 +10,10 @@ from bench.report import Result
 from bench.serving_table import (
     GAIN,
     KINDS,
-    PAGES,
     PER_STEP,
     WITH_TOKENS,
     by_place,
+    comparable,
     gain,
     telling_budget,
     ways,
@@ -44,7 +44,10 @@ def draw(result: Result, path: Path) -> None:
 
 
 def draw_gains(result: Result, path: Path) -> None:
-    """For each load, pages over each other way: tokens per step above, memory in use below."""
+    """For each load, pages over each other way: tokens per step above, memory in use below.
+
+    A way that aborts requests does other work and has no line.
+    """
     loads = result["loads"]
     figure = new_figure(result, 3.1 * len(loads) + 0.6, 6.8)
     rows = figure.subplots(2, len(loads), sharex="col", sharey="row", squeeze=False)
@@ -105,7 +108,7 @@ def draw_memory(result: Result, path: Path) -> None:
 def _gain_lines(axes: Axes, result: Result, load: dict[str, Any], wanted: str) -> None:
     found = by_place(result, wanted)
     axes.axhline(1, color="black", linestyle=":", linewidth=1)
-    for number, way in enumerate(name for name in ways(result) if name != PAGES):
+    for number, way in enumerate(comparable(result)):
         points = [(budget, gain(found, load["name"], budget, way)) for budget in load["budgets"]]
         points = [point for point in points if point[1] is not None]
         style = series_style(number)

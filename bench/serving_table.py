@@ -29,6 +29,13 @@ def ways(result: Result) -> list[str]:
     return list(dict.fromkeys(record["way"] for record in result["records"]))
 
 
+def comparable(result: Result) -> list[str]:
+    """The ways that finish what pages finish."""
+    found = by_place(result, PER_STEP)
+    aborting = {way for (_, _, way), record in found.items() if record["aborted"]}
+    return [way for way in ways(result) if way != PAGES and way not in aborting]
+
+
 def telling_budget(result: Result, load: dict[str, Any]) -> int:
     """The largest at which pages, too, are short of memory; the smallest where they never are."""
     short = by_place(result, WITH_TOKENS)
