@@ -3,7 +3,7 @@
 16 prompts of 16 to 200 random tokens, 64 greedy tokens each, no prefix cache, SmolLM2-135M in float32
 and in bfloat16. Everyone's tokens are first checked against one plain transformers pass over them;
 then all run in turns on --threads threads (2 is meant), by the clock on the wall, vLLM's CPU build in
-a process of its own that waits in between. The roof is the model's linear layers alone, on the rows
+a process of its own that is stopped in between. The roof is the model's linear layers alone, on the rows
 that our engine gives them. Then: how long until the first token comes behind a shared prompt of 1,000
 tokens, with a prefix cache that has it and one that has not; and how much of a run is scheduler and
 manager. --quick runs 4 prompts and 8 tokens, and a tiny random Llama where SmolLM2 is not at hand.

@@ -1,12 +1,14 @@
-"""vLLM's CPU build in a process of its own, which waits while others are timed."""
+"""vLLM's CPU build in processes of its own, which are stopped while others are timed."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,7 +20,11 @@ CACHE_GIB = 2
 
 
 class VllmProcess:
-    """Started at once; ready after minutes, since vLLM compiles the model first."""
+    """Started at once; ready after minutes, since vLLM compiles the model first.
+
+    Between rounds the whole process group is stopped: threads that wait for work by spinning would
+    take a core from what is timed meanwhile.
+    """
 
     def __init__(
         self,
@@ -43,6 +49,7 @@ class VllmProcess:
             stderr=self._log,
             text=True,
             cwd=tempfile.gettempdir(),
+            start_new_session=True,
         )
         max_model_len = 2 * max(map(len, prompts)) + 2 * max_tokens
         self._tell(
@@ -61,11 +68,14 @@ class VllmProcess:
     def wait(self) -> None:
         """Until it is ready."""
         self.version = self._reply()["ready"]
+        self._signal(signal.SIGSTOP)
 
     def generate(self) -> list[list[int]]:
         """One round: the tokens of each prompt."""
+        self._signal(signal.SIGCONT)
         self._tell("round")
         tokens: list[list[int]] = self._reply()["tokens"]
+        self._signal(signal.SIGSTOP)
         return tokens
 
     def __enter__(self) -> VllmProcess:
@@ -77,9 +87,13 @@ class VllmProcess:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._process.kill()
+        self._signal(signal.SIGKILL)
         self._process.communicate()
         self._log.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
 
     def _tell(self, line: str) -> None:
         assert self._process.stdin is not None
