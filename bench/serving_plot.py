@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.charts import new_figure, plain_numbers, series_style
+from bench.charts import new_figure, series_style
 from bench.report import Result
 from bench.serving_table import (
     GAIN,
@@ -118,8 +118,6 @@ def _gain_lines(axes: Axes, result: Result, load: dict[str, Any], wanted: str) -
             _model_points(axes, result, load["name"], way, style["color"], style["marker"])
     axes.set_xscale("log", base=2)
     axes.set_xticks(load["budgets"], [str(budget) for budget in load["budgets"]], fontsize=8)
-    axes.set_yscale("log")
-    plain_numbers(axes.yaxis)
     axes.grid(axis="y", which="major", color="#DDDDDD", linewidth=0.6)
     axes.set_axisbelow(True)
 
