@@ -25,7 +25,7 @@ PICTURES = "--InlineBackend.print_figure_kwargs={'dpi': 100, 'bbox_inches': 'tig
 
 
 def main() -> int:
-    """Run what was asked for; 1 when a cell raised, and that notebook is then not saved."""
+    """Run what was asked for; 1 when a cell fails, and that notebook is then not saved."""
     parser = argparse.ArgumentParser(description="Execute notebooks and save their outputs.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}")
     parser.add_argument(
@@ -43,10 +43,10 @@ def main() -> int:
 
 
 def run(source: Path, target: Path) -> bool:
-    """Execute in a fresh kernel, in the current folder, and save; False when a cell raised."""
+    """Execute in a fresh kernel, in the current folder, and save; False when a cell fails."""
     import nbformat
     from nbclient import NotebookClient
-    from nbclient.exceptions import CellExecutionError
+    from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
     from traitlets.config import Config
 
     notebook = nbformat.read(source, as_version=4)
@@ -62,7 +62,7 @@ def run(source: Path, target: Path) -> bool:
     )
     try:
         client.execute(env={**os.environ, "PYTHONWARNINGS": QUIET})
-    except CellExecutionError as error:
+    except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
         print(f"{source.stem}: {error}", file=sys.stderr)
         return False
     normalise(notebook)
