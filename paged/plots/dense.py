@@ -46,7 +46,7 @@ def _draw_memory(axes: Axes, memory: Sequence[Mapping[str, Any]]) -> None:
     for row, share in enumerate(memory):
         text = f" {share['use_over_life']:.1%} used"
         axes.text(share["average"], row, text, va="center", fontsize="small")
-    axes.set_xlim(0, 1.3 * max(row["average"] for row in memory))
+    axes.set_xlim(0, 1.4 * max(row["average"] for row in memory))
     axes.set_xlabel("token slots per running sequence")
     axes.invert_yaxis()
     axes.legend(frameon=False, loc="lower right", fontsize="small")
