@@ -163,7 +163,7 @@ class BlockSpaceManager:
             raise self._registry.missing(seq) from None
         if table.seq is not seq:
             raise self._registry.missing(seq)
-        num_tokens = target = len(seq)
+        num_tokens = target = len(seq.token_ids)
         if type(num_lookahead_slots) is not int or num_lookahead_slots:
             target += as_count("num_lookahead_slots", num_lookahead_slots)
         pairs: Pairs = []

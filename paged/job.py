@@ -92,7 +92,7 @@ class Job:
         """Whether each sequence has one token to compute."""
         for seq in self.seqs:
             table = tables[seq.seq_id]
-            if len(seq) - 1 != table.num_tokens - table.num_pending:
+            if len(seq.token_ids) - 1 != table.num_tokens - table.num_pending:
                 return False
         return not self.leads
 

@@ -9,6 +9,7 @@ from .movements import Movements
 from .queues import Queues
 from .scheduler_config import SchedulerConfig
 from .scheduler_output import SchedulerOutput
+from .sequence import SequenceLike
 
 
 class StepPlan:
@@ -56,6 +57,14 @@ class StepPlan:
             output.context_lens.append(context_len)
             output.reaches_end.append(reaches_end)
             self.budget -= query_len
+
+    def add_decodes(self, seqs: list[SequenceLike]) -> None:
+        """Rows of the last token each."""
+        self.output.seqs += seqs
+        self.output.query_lens += [1] * len(seqs)
+        self.output.context_lens += [len(seq.token_ids) - 1 for seq in seqs]
+        self.output.reaches_end += [True] * len(seqs)
+        self.budget -= len(seqs)
 
     def num_planned(self, jobs: list[Job]) -> int:
         """Tokens of these groups that the plan has so far."""
