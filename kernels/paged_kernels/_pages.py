@@ -45,11 +45,7 @@ class Pages:
         self._value = _Cache("value", call.value_cache, call.v_scale)
         self._table = call.block_table
         self._host_table = call.block_table.cpu().numpy()
-        # Are slots evenly spaced across blocks, so that a view can span them?
-        self.joinable = all(
-            cache.stride(0) == self._block_size * cache.stride(1)
-            for cache in (call.key_cache, call.value_cache)
-        )
+        self._joinable = is_joinable(call)
         # Under num_splits, where pieces meet must not depend on where blocks lie.
         self._gather_all = call.num_splits is not None
         block_bytes = self._block_size * token_bytes(call)
@@ -71,23 +67,16 @@ class Pages:
             tokens = slice(start - i * size, min(end, j * size) - i * size)
             yield Piece(start, self._key.blocks(blocks)[tokens], self._value.blocks(blocks)[tokens])
 
-    def rectangle(self, seqs: list[int], positions: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V [len(seqs), num_keys, num_kv_heads, head_dim] at `positions` [len(seqs), num_keys].
-
-        Only of `joinable` pages.
-        """
-        entries = self._table[torch.tensor(seqs)[:, None], positions // self._block_size].long()
-        slots = (entries * self._block_size + positions % self._block_size).flatten()
-        shape = (*positions.shape, -1)
-        key, value = self._key.slots(slots), self._value.slots(slots)
-        return key.view(*shape, key.shape[2]), value.view(*shape, value.shape[2])
+    def slots(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V in some slots, [num_slots, num_kv_heads, head_dim], of joinable pages."""
+        return self._key.slots(slots), self._value.slots(slots)
 
     def _plan(self, seq: int, first: int, last: int) -> Iterator[tuple[int, int, bool]]:
         """Entries `first .. last - 1` cut into (i, j, whether they are one run of blocks)."""
         if first >= last:
             return
         step = np.diff(self._host_table[seq, first:last])
-        follows = (step == 1) & self.joinable
+        follows = (step == 1) & self._joinable
         if follows.all() and not self._gather_all:
             yield from _cut(first, last, self._view_blocks, True)
             return
@@ -104,6 +93,14 @@ class Pages:
 
 def _cut(i: int, j: int, step: int, is_run: bool) -> Iterator[tuple[int, int, bool]]:
     return ((start, min(start + step, j), is_run) for start in range(i, j, step))
+
+
+def is_joinable(call: AttentionCall) -> bool:
+    """Whether slots are evenly spaced across blocks, so that a view can span them."""
+    return all(
+        cache.stride(0) == call.dims.block_size * cache.stride(1)
+        for cache in (call.key_cache, call.value_cache)
+    )
 
 
 def read_dtype(cache: Tensor) -> torch.dtype:

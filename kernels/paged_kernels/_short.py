@@ -8,11 +8,13 @@ key in place of those it lacks, which a mask hides, so that no slot is read that
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ._pages import GATHER_BYTES, Pages, token_bytes
+from ._pages import GATHER_BYTES, Pages, is_joinable, read_dtype, token_bytes
 from ._rows import can_flash, flash
 from .merge_states import State
 from .options import AttentionCall
@@ -21,13 +23,24 @@ SHORT_BYTES = 1 << 20  # of K; longer sequences keep the machine busy one by one
 GROUP_BYTES = GATHER_BYTES  # of K
 
 
+class Group(NamedTuple):
+    """Sequences that are read together."""
+
+    seqs: list[int]
+    rows: Tensor  # int64 [len(seqs)], of the query
+    slots: Tensor  # int64 [len(seqs) * most keys]
+    bias: (
+        Tensor | None
+    )  # [len(seqs), 1, 1, most keys]: -inf for repeated keys; None: there are none
+
+
 def short_groups(
-    call: AttentionCall, pages: Pages, query_lens: Sequence[int], keys: Sequence[range]
+    call: AttentionCall, query_lens: Sequence[int], keys: Sequence[range]
 ) -> Iterator[list[int]]:
     """The decodes that are worth it, in groups whose shortest has at least half the longest's keys."""
     one_by_one = call.num_splits is not None or call.split_size is not None
     own_bias = call.draft_mask is not None or call.alibi_slopes is not None
-    if one_by_one or own_bias or not (pages.joinable and can_flash(call)):
+    if one_by_one or own_bias or not (is_joinable(call) and can_flash(call)):
         return
     most = GROUP_BYTES // token_bytes(call)  # keys in a group
     limit = SHORT_BYTES // token_bytes(call)
@@ -46,19 +59,34 @@ def short_groups(
         yield group
 
 
-def attend_group(
-    call: AttentionCall, pages: Pages, query: Tensor, seqs: list[int], keys: list[range]
-) -> State:
-    """Attention of `query` [len(seqs), num_heads, head_dim], one row a sequence, over its keys."""
-    device = query.device
-    first = torch.tensor([r.start for r in keys], device=device)[:, None]
-    last = torch.tensor([r.stop - 1 for r in keys], device=device)[:, None]
-    longest = max(map(len, keys))
-    position = first + torch.arange(longest, device=device)
-    key, value = pages.rectangle(seqs, torch.minimum(position, last))
-    bias = None
-    if min(map(len, keys)) < longest:
-        bias = torch.zeros((), dtype=key.dtype).where(position <= last, float("-inf"))
-        bias = bias[:, None, None]
-    rows = query.view(len(seqs), key.shape[2], -1, query.shape[2]).to(key.dtype)
-    return flash(call, rows, key.transpose(1, 2), value.transpose(1, 2), bias)
+def make_group(
+    call: AttentionCall,
+    block_table: np.ndarray[tuple[int, int], np.dtype[np.integer]],
+    seqs: list[int],
+    starts: Sequence[int],
+    keys: Sequence[range],
+) -> Group:
+    """Where the keys of each sequence lie; its query is row `starts[seq]`."""
+    first = np.array([[keys[seq].start] for seq in seqs])
+    last = np.array([[keys[seq].stop - 1] for seq in seqs])
+    position = first + np.arange(max(len(keys[seq]) for seq in seqs))
+    own = np.minimum(position, last)
+    size = call.dims.block_size
+    slots = block_table[np.array(seqs)[:, None], own // size].astype(np.int64) * size + own % size
+    device, bias = call.query.device, None
+    if (position > last).any():
+        hidden = torch.tensor(position > last, device=device)[:, None, None]
+        bias = torch.zeros(hidden.shape, dtype=read_dtype(call.key_cache), device=device)
+        bias.masked_fill_(hidden, float("-inf"))
+    rows = torch.tensor([starts[seq] for seq in seqs], device=device)
+    return Group(seqs, rows, torch.tensor(slots.ravel(), device=device), bias)
+
+
+def attend_group(call: AttentionCall, pages: Pages, group: Group) -> State:
+    """Attention of one row of each sequence over its keys."""
+    query = call.query[group.rows]
+    key, value = (
+        x.view(len(query), -1, *x.shape[1:]).transpose(1, 2) for x in pages.slots(group.slots)
+    )
+    rows = query.view(len(query), key.shape[1], -1, query.shape[2]).to(key.dtype)
+    return flash(call, rows, key, value, group.bias)

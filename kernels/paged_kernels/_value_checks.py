@@ -6,11 +6,37 @@ import torch
 from torch import Tensor
 
 from ._backends import debugging
+from ._known import known
 from .options import AttentionCall
 
 
 def check_attention_values(call: AttentionCall) -> None:
     """Lengths, block ids and promises of an attention call; ValueError names the first offender."""
+    limits = len(call.query), len(call.key_cache), call.max_query_len, call.max_seq_len
+    mask_side = None if call.draft_mask is None else call.draft_mask.shape[1]
+    options = mask_side, call.common_prefix_len, call.variant.sliding_window, call.dims.block_size
+    numbers = known("attention", call.block_table, call.seq_lens, call.cu_seqlens_q)
+    numbers.once(("checked", *limits, *options), lambda: _check_numbers(call))
+    _check_scale_values("k_scale", call.k_scale, call.key_cache)
+    _check_scale_values("v_scale", call.v_scale, call.value_cache)
+
+
+def check_write_values(
+    key_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: float | Tensor | None,
+    v_scale: float | Tensor | None,
+) -> None:
+    """Slots lie in the pool; under PAGED_DEBUG=1 no slot is written twice."""
+    num_slots = key_cache.shape[0] * key_cache.shape[1]
+    known("slots", slot_mapping).once(
+        ("checked", num_slots, debugging()), lambda: _check_slots(slot_mapping, num_slots)
+    )
+    _check_scale_values("k_scale", k_scale, key_cache)
+    _check_scale_values("v_scale", v_scale, key_cache)
+
+
+def _check_numbers(call: AttentionCall) -> None:
     query_lens = _check_query_lens(call)
     seq_lens = _host(call.seq_lens)
     _refuse_first(
@@ -29,19 +55,10 @@ def check_attention_values(call: AttentionCall) -> None:
     )
     if call.common_prefix_len > 0:
         _check_prefix(call, block_ids, is_read, seq_lens, query_lens)
-    _check_scale_values("k_scale", call.k_scale, call.key_cache)
-    _check_scale_values("v_scale", call.v_scale, call.value_cache)
 
 
-def check_write_values(
-    key_cache: Tensor,
-    slot_mapping: Tensor,
-    k_scale: float | Tensor | None,
-    v_scale: float | Tensor | None,
-) -> None:
-    """Slots lie in the pool; under PAGED_DEBUG=1 no slot is written twice."""
+def _check_slots(slot_mapping: Tensor, num_slots: int) -> None:
     slots = _host(slot_mapping)
-    num_slots = key_cache.shape[0] * key_cache.shape[1]
     _refuse_first(
         (slots < -1) | (slots >= num_slots),
         slots,
@@ -55,8 +72,6 @@ def check_write_values(
                 "slot_mapping must name each slot once, got slot "
                 f"{int(distinct[counts > 1][0])} {int(counts.max())} times"
             )
-    _check_scale_values("k_scale", k_scale, key_cache)
-    _check_scale_values("v_scale", v_scale, key_cache)
 
 
 def _check_query_lens(call: AttentionCall) -> Tensor:

@@ -11,17 +11,16 @@ own: decodes of short sequences (`_short`), and the common prefix, which all row
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
 from ._fixed import attend_fixed
+from ._known import known
 from ._pages import Pages
+from ._plan import Plan, plan_of
 from ._quantise import FP8_DTYPES, quantise_fp8, quantise_int8
 from ._rows import Queries, add_sinks, attend_piece, no_keys, tile_tokens
-from ._short import attend_group, short_groups
+from ._short import attend_group
 from .merge_states import State, merge_two
 from .options import AttentionCall
 
@@ -29,28 +28,21 @@ from .options import AttentionCall
 @torch.no_grad()
 def attend(call: AttentionCall) -> None:
     """Fill `call.out` and `call.lse`. Lengths are read on the host: GPU tensors cost a sync."""
-    seq_lens = call.seq_lens.tolist()
-    starts: Sequence[int] = range(len(seq_lens) + 1)
-    if call.cu_seqlens_q is not None:
-        starts = call.cu_seqlens_q.tolist()
-    query_lens = [b - a for a, b in pairwise(starts)]
+    plan = plan_of(call)
     pages = Pages(call)
-    prefix = _shared_prefix(call, pages, query_lens, starts)
-    begin = 0 if prefix is None else call.common_prefix_len
-    keys = [_keys(call, begin, n, q) for n, q in zip(seq_lens, query_lens, strict=True)]
+    prefix = _shared_prefix(call, pages, plan) if plan.shares_prefix else None
+    for group in plan.groups:
+        _store(
+            call, group.rows, _finish(call, group.rows, attend_group(call, pages, group), prefix)
+        )
+    for seq in plan.alone:
+        _attend_sequence(call, pages, plan, seq, prefix)
 
-    rest = {seq for seq, query_len in enumerate(query_lens) if query_len > 0}
-    for group in short_groups(call, pages, query_lens, keys):
-        rows = torch.tensor([starts[seq] for seq in group], device=call.query.device)
-        state = attend_group(call, pages, call.query[rows], group, [keys[seq] for seq in group])
-        _store(call, rows, _finish(call, rows, state, prefix))
-        rest.difference_update(group)
-    for seq in sorted(rest):
-        _attend_sequence(call, pages, seq, starts[seq], query_lens[seq], keys[seq], prefix)
-
-    call.out[starts[-1] :] = 0.0
-    if call.lse is not None:
-        call.lse[starts[-1] :] = float("-inf")
+    end = plan.starts[-1]
+    if end < len(call.out):
+        call.out[end:] = 0.0
+        if call.lse is not None:
+            call.lse[end:] = float("-inf")
 
 
 @torch.no_grad()
@@ -64,34 +56,30 @@ def reshape_and_cache(
     v_scale: float | Tensor | None,
 ) -> None:
     """Store row i of `key` and `value` in slot `slot_mapping[i]`, padding slots excepted."""
-    key, value = key[: len(slot_mapping)], value[: len(slot_mapping)]
-    written = slot_mapping >= 0
-    if not written.all():
-        key, value, slot_mapping = key[written], value[written], slot_mapping[written]
-    slots = slot_mapping.long()
-    block_size = key_cache.shape[1]
-    place = (slots // block_size, slots % block_size)
+    slots = known("slots", slot_mapping)
+    rows, place = slots.once(
+        ("place", key_cache.shape[1], key.device), lambda: _place(slot_mapping, key_cache.shape[1])
+    )
+    key, value = (x[: len(slot_mapping)] if rows is None else x[rows] for x in (key, value))
     _write(key, key_cache, place, k_scale)
     _write(value, value_cache, place, v_scale)
 
 
-def _keys(call: AttentionCall, begin: int, seq_len: int, query_len: int) -> range:
-    """What the queries of a sequence have yet to see: from `begin`, or from the first's window."""
-    if call.variant.sliding_window is not None:
-        begin = max(begin, seq_len - query_len - call.variant.sliding_window + 1)
-    return range(begin, seq_len)
+def _place(slot_mapping: Tensor, block_size: int) -> tuple[Tensor | None, tuple[Tensor, Tensor]]:
+    """Which rows are written, None for all, and to which block and offset each."""
+    rows = None
+    if (slot_mapping < 0).any():
+        rows = (slot_mapping >= 0).nonzero().flatten()
+        slot_mapping = slot_mapping[rows]
+    slots = slot_mapping.long()
+    return rows, (slots // block_size, slots % block_size)
 
 
 def _attend_sequence(
-    call: AttentionCall,
-    pages: Pages,
-    seq: int,
-    start: int,
-    query_len: int,
-    keys: range,
-    prefix: State | None,
+    call: AttentionCall, pages: Pages, plan: Plan, seq: int, prefix: State | None
 ) -> None:
-    """Fill the rows `start .. start + query_len - 1`, a tile at a time."""
+    """Fill the rows of one sequence, a tile at a time."""
+    start, query_len, keys = plan.starts[seq], plan.query_lens[seq], plan.keys[seq]
     draft_mask = call.draft_mask
     if draft_mask is not None:
         draft_mask = draft_mask[seq, :query_len, :query_len]
@@ -112,20 +100,14 @@ def _attend_sequence(
         _store(call, rows, _finish(call, rows, state, prefix))
 
 
-def _shared_prefix(
-    call: AttentionCall, pages: Pages, query_lens: list[int], starts: Sequence[int]
-) -> State | None:
-    """All rows over the common prefix, read once; None when each sequence should read its own."""
-    one_by_one = call.num_splits is not None or call.split_size is not None
-    by_position = call.variant.sliding_window is not None or call.alibi_slopes is not None
-    if call.common_prefix_len == 0 or one_by_one or by_position or starts[-1] == 0:
-        return None
-    owner = next(seq for seq, query_len in enumerate(query_lens) if query_len > 0)
+def _shared_prefix(call: AttentionCall, pages: Pages, plan: Plan) -> State:
+    """All rows over the common prefix, read once."""
+    owner = next(seq for seq, query_len in enumerate(plan.query_lens) if query_len > 0)
     # wherever they are, no row lies before the end of the prefix, and that is all that matters
-    queries = Queries(call.query[: starts[-1]], call.common_prefix_len, call.common_prefix_len)
+    rows, length = call.query[: plan.starts[-1]], call.common_prefix_len
     states = []
-    for piece in pages.pieces(owner, 0, call.common_prefix_len):
-        tiles = [state for _, state in attend_piece(call, queries, piece)]
+    for piece in pages.pieces(owner, 0, length):
+        tiles = [state for _, state in attend_piece(call, Queries(rows, length, length), piece)]
         states.append(State(*(torch.cat(parts) for parts in zip(*tiles, strict=True))))
     merged = states[0]
     for state in states[1:]:

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from paged_kernels import _fixed, _pages, _rows, _short, paged_attention
+from paged_kernels import _fixed, _known, _pages, _rows, _short, paged_attention
 from paged_kernels.testing import assert_matches_reference, make_batch, validated_call
 
 OPTIONS = {
@@ -29,6 +29,7 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(_short, "SHORT_BYTES", 2 * BLOCK_BYTES)
     monkeypatch.setattr(_short, "GROUP_BYTES", 4 * BLOCK_BYTES)
     monkeypatch.setattr(_rows, "TILE_ROWS", 8)
+    monkeypatch.setattr(_known, "_kept", threading.local())
 
 
 def in_order(batch):
@@ -143,7 +144,7 @@ def test_short_decodes_are_grouped_by_length(small_pieces):
     batch = make_batch([32, 1, 33, 20, 16, 0, 31, 15, 9])
     call = validated_call(**batch.arguments())
     keys = [range(n) for n in batch.seq_lens.tolist()]
-    groups = list(_short.short_groups(call, _pages.Pages(call), [1] * 9, keys))
+    groups = list(_short.short_groups(call, [1] * 9, keys))
     assert groups == [[0, 6], [3, 4, 7], [8], [1]]  # sequence 2 is too long, 5 has no key
 
 

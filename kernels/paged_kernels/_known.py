@@ -1,0 +1,53 @@
+"""Lengths, block ids and slots on the host, and what follows from them alone.
+
+All layers of a step come with the same ones. What one call has found out about them, checks and
+plans, holds for the next while the numbers are equal. They are compared and not trusted to be those
+of last time, because buffers are written anew for every step.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+import numpy as np
+from torch import Tensor
+
+Found = TypeVar("Found")
+
+MOST_FOUND = 32  # things kept about the same numbers
+_kept = threading.local()
+
+
+class Known:
+    """Some tensors of integers as arrays, and what was found out about them."""
+
+    def __init__(self, arrays: list[Any]) -> None:
+        self.arrays = arrays  # None where there is no tensor
+        self._found: dict[Hashable, Any] = {}
+
+    def once(self, question: Hashable, find: Callable[[], Found]) -> Found:
+        """What `find` returns; it is called only when this has not been asked yet."""
+        if question not in self._found:
+            found = find()
+            if len(self._found) == MOST_FOUND:
+                self._found.clear()
+            self._found[question] = found
+        answer: Found = self._found[question]
+        return answer
+
+    def equals(self, arrays: list[Any]) -> bool:
+        return len(arrays) == len(self.arrays) and all(
+            a is b if a is None or b is None else np.array_equal(a, b)
+            for a, b in zip(arrays, self.arrays, strict=True)
+        )
+
+
+def known(use: str, *tensors: Tensor | None) -> Known:
+    """What this thread knew at the last call of this use, when these are the same numbers."""
+    arrays = [None if x is None else x.detach().cpu().numpy() for x in tensors]
+    kept: Known | None = _kept.__dict__.get(use)
+    if kept is None or not kept.equals(arrays):
+        kept = _kept.__dict__[use] = Known([None if x is None else x.copy() for x in arrays])
+    return kept
