@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from reprlib import repr as shortened
 from typing import Any
 
 HashFn = Callable[[bytes], bytes]
@@ -139,6 +141,21 @@ def check_int(name: str, value: Any, *, minimum: int | None, optional: bool = Fa
         raise TypeError(f"{name} is {value!r}; it must be {wanted}")
     if minimum is not None and value < minimum:
         raise ValueError(f"{name} is {value}; it must be {wanted}")
+
+
+def check_threads(threads: Any, *, optional: bool = False) -> None:
+    """Raise TypeError or ValueError unless torch can be given so many threads here."""
+    check_int("threads", threads, minimum=1, optional=optional)
+    cores = os.cpu_count() or 1
+    if threads is not None and threads > cores:
+        raise ValueError(f"threads is {threads}; this machine has {cores} cores")
+
+
+def check_kind(name: str, value: Any, kind: type, *, optional: bool = False) -> None:
+    """Raise TypeError, naming the argument, unless `value` is of that class."""
+    if not isinstance(value, kind) and not (value is None and optional):
+        wanted = f"a {kind.__name__}" + (" or None" if optional else "")
+        raise TypeError(f"{name} is {shortened(value)}; it must be {wanted}")
 
 
 def _check_fraction(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
-from paged.config import check_int
+from paged.config import check_int, check_threads
 from paged.errors import PagedError
 from paged.trace import Request
 
@@ -49,10 +48,7 @@ class ReplayConfig:
         check_int("kv_heads", self.kv_heads, minimum=1)
         check_int("head_dim", self.head_dim, minimum=1)
         check_int("layers", self.layers, minimum=1)
-        check_int("threads", self.threads, minimum=1)
-        cores = os.cpu_count() or 1
-        if self.threads > cores:
-            raise ValueError(f"threads is {self.threads}; this machine has {cores} cores")
+        check_threads(self.threads)
         check_int("seed", self.seed, minimum=0)
         if self.heads % self.kv_heads:
             raise ValueError(

@@ -220,4 +220,6 @@ def shape_from(args: argparse.Namespace) -> ModelShape:
     merged = base | given
     for name in ("layers", "kv_heads", "head_dim"):
         check_int(name, merged[name], minimum=1)
-    return ModelShape(**merged)
+    shape = ModelShape(**merged)
+    block_bytes(1, shape.kv_heads, shape.head_dim, shape.dtype)  # refuses a dtype of no cache
+    return shape

@@ -71,17 +71,20 @@ def traffic(args: argparse.Namespace) -> list[Request]:
 
 
 def model(args: argparse.Namespace) -> ModelShape | None:
-    """The model that is described; None when no option says anything of it."""
+    """The model that is described; None when no option says anything of one."""
     flags = (args.config, args.layers, args.kv_heads, args.head_dim)
-    return None if all(flag is None for flag in flags) else shape_from(args)
+    if any(flag is not None for flag in flags):
+        return shape_from(args)
+    for name in ("dtype", "memory"):
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name} wants --config, or --layers, --kv-heads and --head-dim")
+    return None
 
 
 def memory_tokens(args: argparse.Namespace, shape: ModelShape | None) -> int | None:
     """Tokens that --memory has room for; None without it."""
-    if args.memory is None:
+    if args.memory is None or shape is None:
         return None
-    if shape is None:
-        raise ValueError("--memory wants --config, or --layers, --kv-heads and --head-dim")
     per_token = block_bytes(1, shape.kv_heads, shape.head_dim, shape.dtype, shape.layers)
     tokens = parse_bytes(args.memory) // per_token
     if tokens < 1:

@@ -19,6 +19,7 @@ from .command_options import (
     write_results,
 )
 from .dense import compare_with_dense
+from .timing import check_timing
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,9 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print memory and time, paged beside dense."""
+    check_timing(args.seconds, args.threads)
     check_results(args)
     described = model(args)
-    memory_tokens(args, described)  # refuses a memory without a model
+    memory_tokens(args, described)  # refuses one without room for a token
     shape = default_shape(args.device or default_device())
     if described is not None:
         shape = AttentionShape(

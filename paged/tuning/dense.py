@@ -28,7 +28,7 @@ from .dense_report import (
     DenseComparison,
 )
 from .reservation import reservations
-from .timing import lower_quartile, ratio
+from .timing import check_timing, lower_quartile, ratio
 from .traffic import Traffic, as_requests
 
 if TYPE_CHECKING:
@@ -69,8 +69,9 @@ def compare_with_dense(
     device = default_device() if device is None else device
     shape = default_shape(device) if shape is None else shape
     sizes = {"batch": batch, "longest": longest, "chunk": chunk, "block_size": block_size}
-    for name, value in {**sizes, "layers": layers, "threads": threads}.items():
+    for name, value in {**sizes, "layers": layers}.items():
         check_int(name, value, minimum=1)
+    check_timing(seconds, threads)
     check_int("memory", memory, minimum=1, optional=True)
     requests = as_requests(lengths_or_trace, limit=limit)
     bytes_per_token = block_bytes(1, shape.num_kv_heads, shape.head_dim, shape.dtype, layers)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
+
+from paged.config import check_threads
 
 GROUPS = 5
 
@@ -48,6 +51,16 @@ def ratio(
     groups = [slice(*pair) for pair in pairwise(bounds)]
     ratios = [middle(subject[group]) / middle(baseline[group]) for group in groups]
     return Ratio(value, min(value, *ratios), max(value, *ratios), rounds)
+
+
+def check_timing(seconds: float, threads: int) -> None:
+    """Raise TypeError or ValueError unless things can be timed for so long, on so many threads."""
+    check_threads(threads)
+    wanted = "a finite number >= 0"
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        raise TypeError(f"seconds is {seconds!r}; it must be {wanted}")
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"seconds is {seconds}; it must be {wanted}")
 
 
 def time_in_turns(
