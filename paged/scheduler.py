@@ -22,6 +22,7 @@ from typing import Any
 
 from .arrivals import let_in
 from .block_manager import BlockSpaceManager
+from .config import check_kind
 from .job import Job
 from .queues import Queues
 from .running import go_on
@@ -43,8 +44,8 @@ class Scheduler:
     """
 
     def __init__(self, config: SchedulerConfig, manager: BlockSpaceManager) -> None:
-        if not isinstance(config, SchedulerConfig):
-            raise TypeError(f"config is {shortened(config)}; it must be a SchedulerConfig")
+        check_kind("config", config, SchedulerConfig)
+        check_kind("manager", manager, BlockSpaceManager)
         self.config = config
         self.manager = manager
         self.num_preemptions = {"swap": 0, "recompute": 0}
@@ -92,8 +93,10 @@ class Scheduler:
     @property
     def num_waiting_for_blocks(self) -> int:
         """Sequences kept out by the last step's want of blocks, swapped ones included."""
+        if not self._lacks_blocks:
+            return 0
         counts = self.num_sequences
-        return counts["waiting"] + counts["swapped"] if self._lacks_blocks else 0
+        return counts["waiting"] + counts["swapped"]
 
     def add(self, group: SequenceGroup) -> None:
         """Queue a request. While they go on, `group.seqs` will name the forks of its sequences."""

@@ -45,7 +45,7 @@ class Sequence:
         salt: Any = None,
         extra_key: Any = None,
     ) -> None:
-        _check_seq_id(seq_id)
+        check_hashable("seq_id", seq_id)
         self.seq_id = seq_id
         self.token_ids = checked_tokens(prompt_token_ids, "prompt_token_ids")
         self.salt = salt
@@ -94,6 +94,7 @@ class SequenceGroup:
         arrival_time: float = 0.0,
         priority: int = 0,
     ) -> None:
+        check_hashable("request_id", request_id)
         self.request_id = request_id
         self.seqs = sequence_list("seqs", seqs)
         self.arrival_time = _finite("arrival_time", arrival_time)
@@ -135,14 +136,15 @@ def check_sequence(name: str, seq: Any) -> None:
             f"{name} is {shortened(seq)}; it must be a Sequence, or an object with seq_id, "
             f"token_ids, append_token and len()"
         )
-    _check_seq_id(seq.seq_id)
+    check_hashable("seq_id", seq.seq_id)
 
 
-def _check_seq_id(seq_id: Any) -> None:
+def check_hashable(name: str, value: Any) -> None:
+    """TypeError, naming the argument, unless `value` can be a key."""
     try:
-        hash(seq_id)
+        hash(value)
     except TypeError:
-        raise TypeError(f"seq_id is {shortened(seq_id)}; it must be hashable") from None
+        raise TypeError(f"{name} is {shortened(value)}; it must be hashable") from None
 
 
 def cut_tokens(seq: SequenceLike, num_tokens: int) -> None:

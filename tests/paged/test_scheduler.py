@@ -338,6 +338,8 @@ def test_wrong_settings_are_named():
     manager = BlockSpaceManager(CacheConfig(num_gpu_blocks=1))
     with pytest.raises(TypeError, match=r"config is .* must be a SchedulerConfig"):
         Scheduler(manager, SchedulerConfig())
+    with pytest.raises(TypeError, match=r"manager is None; it must be a BlockSpaceManager"):
+        Scheduler(SchedulerConfig(), None)
 
 
 # --- prefixes and records -----------------------------------------------------------------------

@@ -63,6 +63,8 @@ def test_a_group_needs_sequences_of_different_names():
         SequenceGroup("r", [])
     with pytest.raises(ValueError, match="repeats"):
         SequenceGroup("r", [Sequence(1, []), Sequence(1, [])])
+    with pytest.raises(TypeError, match=r"request_id is \[1\]; it must be hashable"):
+        SequenceGroup([1], [Sequence(1, [])])
 
 
 @pytest.mark.parametrize("name", ["priority", "arrival_time"])
