@@ -8,15 +8,16 @@ from itertools import count
 from reprlib import repr as shortened
 from typing import TYPE_CHECKING, Any
 
+from paged_kernels._backends import resolve_backend
 from tqdm import tqdm
 
 from paged.admission import AllocStatus
 from paged.advice import advise
-from paged.config import CacheConfig, check_int
+from paged.config import CacheConfig, check_int, check_kind
 from paged.errors import PromptTooLongError
 from paged.scheduler import Scheduler
 from paged.scheduler_config import SchedulerConfig
-from paged.sequence import Sequence
+from paged.sequence import Sequence, check_hashable
 
 from .detokenizer import Tokenizer
 from .loop import Loop
@@ -61,7 +62,12 @@ class Engine:
         backend: str | None = None,
         metrics: Metrics | None = None,
     ) -> None:
+        check_kind("cache_config", cache_config, CacheConfig, optional=True)
+        check_kind("scheduler_config", scheduler_config, SchedulerConfig, optional=True)
+        _check_methods("tokenizer", tokenizer, "encode", "decode")
+        _check_methods("metrics", metrics, "watch", "on_first_token", "on_finish")
         self.runner = ModelRunner(model, cache_config, dtype=dtype, backend=backend)
+        resolve_backend(backend, self.runner.device)  # ValueError now, not at the first step
         self.manager = self.runner.manager
         self.scheduler = Scheduler(scheduler_config or SchedulerConfig(), self.manager)
         self.tokenizer = tokenizer
@@ -86,7 +92,9 @@ class Engine:
         priority  a lower number is more urgent; needs the scheduler's policy "priority"
         salt      requests share cached blocks only where it is equal (a tenant's secret)
 
-        PromptTooLongError when the prompt can never fit.
+        PromptTooLongError when the prompt can never fit. ValueError when there are too many
+        sequences for one step, whose limits are the scheduler's max_num_seqs and
+        max_num_batched_tokens: a request counts as n, a beam search as 2 * num_beams - 1.
         """
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
@@ -124,6 +132,7 @@ class Engine:
 
     def abort(self, request_id: Hashable) -> None:
         """End a request, whatever it is at; the next `step` tells of it. ValueError: unknown."""
+        check_hashable("request_id", request_id)
         if request_id not in self.requests:
             raise ValueError(f"request_id is {request_id!r}; no such request is unfinished")
         request = self.requests[request_id]
@@ -234,6 +243,7 @@ class Engine:
 
     def _is_free(self, request_id: Hashable) -> bool:
         """Whether a name belongs neither to a running request nor to one yet to be told of."""
+        check_hashable("request_id", request_id)
         return request_id not in self.requests and all(
             output.request_id != request_id for output in self._loop.outbox
         )
@@ -246,11 +256,19 @@ class Engine:
                 f"prompt has {len(request.prompt_token_ids):,} tokens; the pool has "
                 f"{config.num_gpu_blocks:,} blocks of {config.block_size}"
             )
-        num_beams = request.params.num_beams
+        params = request.params
+        name, least = "n", params.n
+        if params.num_beams > 1:  # beams are forked before others end
+            name, least = "num_beams", 2 * params.num_beams - 1
         most = min(limits.max_num_seqs, limits.max_num_batched_tokens)
-        if 2 * num_beams - 1 > most and num_beams > 1:  # beams are forked before others end
+        if least > most:
             raise ValueError(
-                f"num_beams is {num_beams}; the scheduler's max_num_seqs and "
-                f"max_num_batched_tokens must be at least {2 * num_beams - 1} for it, and one is "
-                f"{most}"
+                f"{name} is {getattr(params, name)}; the scheduler's max_num_seqs and "
+                f"max_num_batched_tokens must be at least {least} for it, and one is {most}"
             )
+
+
+def _check_methods(name: str, value: Any, *methods: str) -> None:
+    """TypeError unless `value` is None or has what will be called."""
+    if value is not None and not all(hasattr(value, method) for method in methods):
+        raise TypeError(f"{name} is {shortened(value)}; it must have {', '.join(methods)}")

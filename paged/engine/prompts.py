@@ -59,7 +59,7 @@ def with_params(
     if params is None or isinstance(params, SamplingParams):
         each = [params or SamplingParams()] * len(several)
     else:
-        each = list(params)
+        each = as_list("params", params, "SamplingParams")
     if len(each) != len(several):
         raise ValueError(f"params has {len(each)} entries for {len(several)} prompts")
     return list(zip(several, each, strict=True))
