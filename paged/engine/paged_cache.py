@@ -8,10 +8,11 @@ from itertools import count
 from typing import Any
 
 import torch
+from paged_kernels._backends import resolve_backend
 from torch import Tensor, nn
 from transformers import Cache
 
-from paged.config import CacheConfig
+from paged.config import CacheConfig, check_kind
 from paged.errors import NoFreeBlocksError, PagedError
 from paged.sequence import Sequence
 
@@ -32,12 +33,16 @@ class _Forward:
 class PagedCache(Cache):
     """K and V of a batch in pages: `model.generate(**inputs, cache=PagedCache(model))`.
 
-    (`past_key_values=` where transformers calls it so.) Padding takes no memory and is never
-    attended to. Beams share blocks, which are copied when they are written. Within a forward pass
-    that gets such a cache the model attends over pages; otherwise it attends as before.
+    (`past_key_values=` where transformers calls it so.) Padding, on either side, takes no memory and
+    is never attended to. Attention answers 0 for it, so the logits there mean nothing and are not
+    those of the default cache: a prompt to be continued must not end in padding.
 
-    A cache holds one batch. `reset` gives its blocks back, for the next one; `manager.stats()`
-    counts them. A window is counted in tokens, without padding.
+    Beams share blocks, which are copied when they are written. Within a forward pass that gets such
+    a cache the model attends over pages; otherwise it attends as before.
+
+    A cache holds one batch. A second `generate` goes on from it, so its inputs must begin with all
+    that is held, as in a conversation; for others `reset` first. That gives the blocks back, which
+    `manager.stats()` counts. A window is counted in tokens, without padding.
 
     Args:
         model: a causal language model in eval mode, the very one that is called.
@@ -46,7 +51,8 @@ class PagedCache(Cache):
 
     Raises:
         As `ModelRunner`. In a forward pass: NoFreeBlocksError when the pool is full, after which the
-        cache holds what it held before; ValueError for a batch of another size.
+        cache holds what it held before; ValueError for a batch of another size, or one without a
+        new token.
     """
 
     def __init__(
@@ -57,9 +63,11 @@ class PagedCache(Cache):
         dtype: torch.dtype | None = None,
         backend: str | None = None,
     ) -> None:
+        check_kind("cache_config", cache_config, CacheConfig, optional=True)
         super().__init__(layers=[])
         config = replace(cache_config or CacheConfig(), enable_prefix_caching=False)
         self.runner = ModelRunner(model, config, dtype=dtype, backend=backend)
+        resolve_backend(backend, self.runner.device)  # ValueError now, not at the first call
         self.manager = self.runner.manager
         self._seqs: list[Sequence] = []
         self._seq_ids = count()
@@ -216,7 +224,7 @@ class PagedCache(Cache):
         if mask.shape != (batch_size, length + num_new):
             raise ValueError(
                 f"attention_mask has shape {tuple(mask.shape)}; it must cover the {length} tokens "
-                f"in the cache and {num_new} new ones of {batch_size} rows"
+                f"in the cache and {num_new} new ones of {batch_size} rows; reset() empties it"
             )
         return mask[:, length:].cpu()
 
@@ -248,6 +256,12 @@ def _enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         raise PagedError(f"this PagedCache was made for another {type(model).__name__}")
     if cache._forward is not None and cache.get_seq_length():
         raise PagedError("a forward pass of this PagedCache was interrupted; reset() it first")
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    if isinstance(ids, Tensor) and not ids.numel():
+        raise ValueError(
+            f"input_ids has no new token after the {cache.get_seq_length()} in the cache; for another "
+            "batch, reset() it first"
+        )
     cache._forward = _Forward(cache.get_seq_length())
     cache._forward.attention.enter_context(paged_attention_in(cache.runner.layers.configs))
     return args, kwargs | {"paged_step": cache}

@@ -241,6 +241,22 @@ def test_what_does_not_fit_the_cache_is_refused():
     assert cache.get_seq_length() == 9
 
 
+def test_another_prompt_for_a_cache_in_use_is_refused():
+    model = tiny_model("llama")
+    cache = paged_cache(model)
+    generate(model, batch(0), cache=cache)
+    with pytest.raises(ValueError, match=r"no new token after the 20 .* reset\(\) it first"):
+        generate(model, batch(0), cache=cache)
+    assert (cache.get_seq_length(), cache._forward) == (20, None)
+
+
+def test_what_a_cache_is_made_of_is_checked():
+    with pytest.raises(TypeError, match="cache_config is 3; it must be a CacheConfig or None"):
+        PagedCache(tiny_model("llama"), 3)
+    with pytest.raises(ValueError, match=r"backend must be None or one of .*, got 'x'"):
+        paged_cache(tiny_model("llama"), backend="x")
+
+
 @torch.no_grad()
 def test_another_model_is_refused():
     cache = paged_cache(tiny_model("llama"))
