@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from .config import CacheConfig, block_bytes, check_int
+from .config import CacheConfig, block_bytes, check_threads
 from .errors import PagedError, PromptTooLongError
 from .scheduler_config import SchedulerConfig
 
@@ -73,9 +72,7 @@ def run(args: argparse.Namespace) -> int:
     scheduler_config = SchedulerConfig(
         max_num_seqs=args.max_num_seqs, max_num_batched_tokens=args.max_num_batched_tokens
     )
-    check_int("threads", args.threads, minimum=1, optional=True)
-    if args.threads is not None and args.threads > (os.cpu_count() or 1):
-        raise ValueError(f"threads is {args.threads}; this machine has {os.cpu_count()} cores")
+    check_threads(args.threads, optional=True)
 
     _require_transformers()
     import torch
@@ -99,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         model, tokenizer=tokenizer, cache_config=cache_config, scheduler_config=scheduler_config
     )
     for number, prompt in enumerate(prompts, 1):
-        _add(engine, number, _templated(tokenizer, prompt) if args.chat else prompt, params)
+        _add(engine, number, _token_ids(tokenizer, prompt, args.chat), params)
 
     start = perf_counter()
     printer = _Printer(prompts, args.chat, streams=len(prompts) == args.n == args.beams == 1)
@@ -191,8 +188,10 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
     return prompts
 
 
-def _templated(tokenizer: Any, prompt: str) -> list[int]:
-    """The tokens of a conversation that has only this message."""
+def _token_ids(tokenizer: Any, prompt: str, is_chat: bool) -> list[int]:
+    """The tokens of a prompt, or of a conversation that has only this message."""
+    if not is_chat:
+        return list(tokenizer.encode(prompt))
     if tokenizer.chat_template is None:
         raise ValueError("--chat: this model has no chat template")
     messages = [{"role": "user", "content": prompt}]
@@ -200,9 +199,11 @@ def _templated(tokenizer: Any, prompt: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
-def _add(engine: Engine, number: int, prompt: str | list[int], params: SamplingParams) -> None:
+def _add(engine: Engine, number: int, token_ids: list[int], params: SamplingParams) -> None:
+    if not token_ids:
+        raise ValueError(f"prompt {number} is empty; --prompt must be a text of at least one token")
     try:
-        engine.add_request(prompt, params, request_id=number)
+        engine.add_request(token_ids, params, request_id=number)
     except PromptTooLongError as error:
         raise PromptTooLongError(f"prompt {number}: {error}") from error
 

@@ -48,6 +48,8 @@ def load_model(
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
     except (OSError, ImportError, ValueError) as error:
+        if gguf is None and Path(name).is_dir() and not any(Path(name).glob("tokenizer*")):
+            raise ModelLoadError(f"folder {name} has no tokenizer.json") from error
         raise ModelLoadError(f"tokenizer of {where}: {_first_sentence(error)}") from error
     return loaded.eval().to(device), tokenizer
 

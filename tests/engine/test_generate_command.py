@@ -173,6 +173,8 @@ def make_folder(path, config):
     ("arguments", "words"),
     [
         ([], "no prompt: give --prompt"),
+        (["--prompt", "a", "--prompt", ""], "prompt 2 is empty; --prompt must be a text"),
+        (["--prompt", "a", "--n", 257, "--temperature", 1], "n is 257; the scheduler's max_num"),
         (["--prompts", "absent.txt"], "absent.txt"),
         (["--prompt", "a", "--gguf", "absent.gguf"], "GGUF file absent.gguf does not exist"),
         (["--prompt", "a", "--device", "abacus"], "device 'abacus' is not at hand"),
@@ -186,7 +188,7 @@ def make_folder(path, config):
             "prompt 1: prompt has 33 tokens; the pool has 2 blocks of 16",
         ),
     ],
-    ids=range(10),
+    ids=range(12),
 )
 def test_wrong_arguments_are_one_line(run, arguments, words):
     code, out, err = run(*arguments)
@@ -215,7 +217,7 @@ def test_a_model_that_cannot_be_used_is_one_line(run, tmp_path, kind, folder):
         words = "header"
     elif kind == "no tokenizer":
         make_folder(path, LlamaForCausalLM.from_pretrained(folder))
-        words = "tokenizer of model"
+        words = f"folder {path} has no tokenizer.json"
     elif kind == "t5":
         small = T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=9)
         make_folder(path, T5ForConditionalGeneration(small))
