@@ -8,6 +8,7 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .config import check_int
 from .errors import InvariantError
 from .journal import Replay
 from .plots import CACHED, FREE, SHARED, owners
@@ -36,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
     """0 when every call went as recorded and all invariants held, else 1."""
     from tqdm import tqdm
 
+    check_int("frames", args.frames, minimum=1)
     replay = Replay(args.journal)
     manager = replay.manager
     frames: deque[list[int]] = deque(maxlen=args.frames)

@@ -124,7 +124,8 @@ class Replay:
     def __init__(self, path: str | PathLike[str]) -> None:
         from .block_manager import BlockSpaceManager
 
-        self._lines = Path(path).read_text(encoding="utf-8").splitlines()
+        text = Path(path).read_text(encoding="utf-8", errors="backslashreplace")  # \xff: no JSON
+        self._lines = text.splitlines()
         try:
             config = CacheConfig(**json.loads(self._lines[0])["config"])
         except (IndexError, KeyError, TypeError, ValueError) as error:

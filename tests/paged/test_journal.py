@@ -134,6 +134,17 @@ def test_a_file_that_is_no_journal_is_refused(tmp_path, content):
         Replay(tmp_path / "journal")
 
 
+def test_a_binary_file_is_named(tmp_path):
+    (tmp_path / "bin.dat").write_bytes(bytes(range(256)))
+    with pytest.raises(ValueError, match=r"bin\.dat is not a journal"):
+        Replay(tmp_path / "bin.dat")
+
+
+def test_a_picture_shows_at_least_one_call(tmp_path):
+    with pytest.raises(ValueError, match="frames is 0"):
+        run_debug(tmp_path / "journal", "--frames", "0")
+
+
 def test_a_damaged_line_is_named(tmp_path):
     record_a_life(tmp_path / "journal")
     with (tmp_path / "journal").open("a") as file:
