@@ -48,13 +48,13 @@ def advise(load: Load) -> list[str]:
         share = load.recomputed_tokens / max(load.computed_tokens, 1)
         cpu = "a larger" if load.num_cpu_blocks else "a"
         advice.append(
-            f"{load.recomputed:,} preemptions made {load.recomputed_tokens:,} tokens be computed "
-            f"again, {share:.0%} of all: {cpu} CPU pool (num_cpu_blocks) lets them be moved instead"
+            f"{_counted(load.recomputed, 'preemption')} made "
+            f"{_counted(load.recomputed_tokens, 'token')} be computed again, {share:.0%} of all: {cpu} CPU pool (num_cpu_blocks) lets them be moved instead"
         )
     if load.swapped > 0.5 * load.requests:
         advice.append(
-            f"{load.swapped:,} times a request was moved to the CPU pool and back, with "
-            f"{load.requests:,} requests in all: raise num_gpu_blocks, or lower max_num_seqs"
+            f"{_counted(load.swapped, 'time')} a request was moved to the CPU pool and back, with "
+            f"{_counted(load.requests, 'request')} in all: raise num_gpu_blocks, or lower max_num_seqs"
         )
     if load.alike > 1 and load.hits < load.alike / 2:
         change = (
@@ -67,3 +67,7 @@ def advise(load: Load) -> list[str]:
             f"the prefix cache: {change}"
         )
     return advice
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

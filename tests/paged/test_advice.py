@@ -36,6 +36,8 @@ def test_nothing_to_say(changes):
             {"recomputed": 3, "recomputed_tokens": 100, "num_cpu_blocks": 4},
             ("a larger CPU pool", "num_cpu_blocks"),
         ),
+        ({"recomputed": 1, "recomputed_tokens": 64}, ("1 preemption made 64 tokens be", "6%")),
+        ({"swapped": 1, "requests": 1}, ("1 time a request", "with 1 request in all")),
         ({"swapped": 6}, ("6 times", "10 requests", "num_gpu_blocks")),
         ({"alike": 9, "hits": 4}, ("9 prompts", "4 found", "raise num_gpu_blocks")),
         ({"alike": 9, "has_prefix_cache": False}, ("0 found", "enable_prefix_caching")),
