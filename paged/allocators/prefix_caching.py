@@ -32,6 +32,8 @@ class PrefixCachingBlockAllocator(BlockAllocator):
     The attribute `eviction_policy` may be set to a function that chooses instead: it is given
     {block: entry}, least recently used first, and returns the block to forget next, which takes
     along what is cached behind it. One that fails is dropped with a warning. No journal holds it.
+    (The policies of `paged.tuning` are of another kind: they give one block a value. With a value
+    of entries the policy here is lambda cached: min(cached, key=lambda b: value(cached[b])).)
     """
 
     def __init__(

@@ -102,7 +102,9 @@ def compare_policies(
 
     trace: requests with hash_ids. They run one after the other: admitted, computed, freed.
     policies: functions of a `CachedBlock` by name, or any functions, which have names; None: all of
-        `POLICIES`. See `paged.tuning.eviction` for how they read.
+        `POLICIES`. See `paged.tuning.eviction` for how they read. A manager's `eviction_policy` is
+        of another kind: it is given all cached blocks and names the one to forget, see
+        `PrefixCachingBlockAllocator` for how a value like this becomes one.
     max_cached_tokens: most tokens kept while nothing runs (the manager's `max_cached_blocks`).
     block_size: a divisor of 512, the tokens of one hash id. Smaller blocks change hits by less than
         a tenth of a percent on Mooncake's trace and take 512 / block_size times as long.
