@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from ._known import Known, known
+from ._known import known
 from ._pages import is_joinable
 from ._short import Group, make_group, short_groups
 from .options import AttentionCall
@@ -26,7 +26,7 @@ class Plan(NamedTuple):
 def plan_of(call: AttentionCall) -> Plan:
     """The plan that the last call left, or a new one."""
     numbers = known("attention", call.block_table, call.seq_lens, call.cu_seqlens_q)
-    return numbers.once(_options(call), lambda: _make(call, numbers))
+    return numbers.once(_options(call), lambda: _make(call))
 
 
 def _options(call: AttentionCall) -> Hashable:
@@ -37,18 +37,16 @@ def _options(call: AttentionCall) -> Hashable:
     return ("plan", call.variant, *bias, *prefix_and_splits, *cache)
 
 
-def _make(call: AttentionCall, numbers: Known) -> Plan:
-    block_table, seq_lens, cu_seqlens_q = numbers.arrays
-    lengths = seq_lens.tolist()
-    starts = range(len(lengths) + 1) if cu_seqlens_q is None else cu_seqlens_q.tolist()
+def _make(call: AttentionCall) -> Plan:
+    lengths = call.seq_lens.tolist()
+    starts: Sequence[int] = range(len(lengths) + 1)
+    if call.cu_seqlens_q is not None:
+        starts = call.cu_seqlens_q.tolist()
     query_lens = [b - a for a, b in pairwise(starts)]
     shares_prefix = starts[-1] > 0 and _may_share(call)
     begin = call.common_prefix_len if shares_prefix else 0
     keys = [_keys(call, begin, n, q) for n, q in zip(lengths, query_lens, strict=True)]
-    groups = [
-        make_group(call, block_table, seqs, starts, keys)
-        for seqs in short_groups(call, query_lens, keys)
-    ]
+    groups = [make_group(call, seqs, starts, keys) for seqs in short_groups(call, query_lens, keys)]
     rest = {seq for seq, query_len in enumerate(query_lens) if query_len > 0}
     alone = sorted(rest.difference(*(group.seqs for group in groups)))
     return Plan(starts, query_lens, keys, shares_prefix, groups, alone)

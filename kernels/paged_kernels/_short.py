@@ -60,11 +60,7 @@ def short_groups(
 
 
 def make_group(
-    call: AttentionCall,
-    block_table: np.ndarray[tuple[int, int], np.dtype[np.integer]],
-    seqs: list[int],
-    starts: Sequence[int],
-    keys: Sequence[range],
+    call: AttentionCall, seqs: list[int], starts: Sequence[int], keys: Sequence[range]
 ) -> Group:
     """Where the keys of each sequence lie; its query is row `starts[seq]`."""
     first = np.array([[keys[seq].start] for seq in seqs])
@@ -72,7 +68,8 @@ def make_group(
     position = first + np.arange(max(len(keys[seq]) for seq in seqs))
     own = np.minimum(position, last)
     size = call.dims.block_size
-    slots = block_table[np.array(seqs)[:, None], own // size].astype(np.int64) * size + own % size
+    blocks = call.block_table.cpu().numpy()[np.array(seqs)[:, None], own // size]
+    slots = blocks.astype(np.int64) * size + own % size
     device, bias = call.query.device, None
     if (position > last).any():
         hidden = torch.tensor(position > last, device=device)[:, None, None]
