@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     _require_transformers()
     import torch
 
-    from .engine import Engine, SamplingParams
+    from .engine import Engine, SamplingParams, pack_linear_layers
     from .engine.loading import load_model
 
     params = SamplingParams(
@@ -92,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     model, tokenizer = load_model(args.model, gguf=args.gguf, dtype=args.dtype, device=args.device)
+    pack_linear_layers(model)  # nobody else has it
     engine = Engine(
         model, tokenizer=tokenizer, cache_config=cache_config, scheduler_config=scheduler_config
     )

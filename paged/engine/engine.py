@@ -8,7 +8,6 @@ from itertools import count
 from reprlib import repr as shortened
 from typing import TYPE_CHECKING, Any
 
-from paged_kernels._backends import resolve_backend
 from tqdm import tqdm
 
 from paged.admission import AllocStatus
@@ -62,12 +61,10 @@ class Engine:
         backend: str | None = None,
         metrics: Metrics | None = None,
     ) -> None:
-        check_kind("cache_config", cache_config, CacheConfig, optional=True)
         check_kind("scheduler_config", scheduler_config, SchedulerConfig, optional=True)
         _check_methods("tokenizer", tokenizer, "encode", "decode")
         _check_methods("metrics", metrics, "watch", "on_first_token", "on_finish")
         self.runner = ModelRunner(model, cache_config, dtype=dtype, backend=backend)
-        resolve_backend(backend, self.runner.device)  # ValueError now, not at the first step
         self.manager = self.runner.manager
         self.scheduler = Scheduler(scheduler_config or SchedulerConfig(), self.manager)
         self.tokenizer = tokenizer

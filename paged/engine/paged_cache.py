@@ -8,7 +8,6 @@ from itertools import count
 from typing import Any
 
 import torch
-from paged_kernels._backends import resolve_backend
 from torch import Tensor, nn
 from transformers import Cache
 
@@ -63,11 +62,10 @@ class PagedCache(Cache):
         dtype: torch.dtype | None = None,
         backend: str | None = None,
     ) -> None:
-        check_kind("cache_config", cache_config, CacheConfig, optional=True)
         super().__init__(layers=[])
+        check_kind("cache_config", cache_config, CacheConfig, optional=True)
         config = replace(cache_config or CacheConfig(), enable_prefix_caching=False)
         self.runner = ModelRunner(model, config, dtype=dtype, backend=backend)
-        resolve_backend(backend, self.runner.device)  # ValueError now, not at the first call
         self.manager = self.runner.manager
         self._seqs: list[Sequence] = []
         self._seq_ids = count()

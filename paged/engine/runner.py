@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from paged_kernels import KVCache
+from paged_kernels._backends import resolve_backend
 from torch import Tensor
 
 from paged.batch import Batch
 from paged.block_manager import BlockSpaceManager
-from paged.config import CacheConfig, block_bytes
+from paged.config import CacheConfig, block_bytes, check_kind
 
 from .attention import paged_attention_in
 from .layers import ModelLayers, read_layers
@@ -62,10 +63,12 @@ class ModelRunner:
         dtype: torch.dtype | None = None,
         backend: str | None = None,
     ) -> None:
+        check_kind("cache_config", cache_config, CacheConfig, optional=True)
         self.model = model
         self.backend = backend
         self.layers = read_layers(model)
         self.device = self.layers.device
+        resolve_backend(backend, self.device)  # ValueError now, not at the first step
         self.vocab_size = self.layers.vocab_size
         self.max_model_len = self.layers.max_model_len
         self.eos_token_ids = _eos_token_ids(model)
