@@ -82,21 +82,21 @@ def test_a_warm_first_token_comes_sooner(llama):
 
 
 def test_prompts_have_the_lengths_that_are_named():
-    prompts = model.random_prompts(model.FULL, 1000, 0)
+    prompts = model.random_prompts(model.FULL[0], 1000, 0)
     lengths = [len(prompt) for prompt in prompts]
     assert (len(lengths), lengths[0], lengths[-1]) == (16, 16, 200)
     assert lengths == sorted(lengths)
     assert (
-        model.random_prompts(model.FULL, 1000, 0)
+        model.random_prompts(model.FULL[0], 1000, 0)
         == prompts
-        != model.random_prompts(model.FULL, 1000, 1)
+        != model.random_prompts(model.FULL[0], 1000, 1)
     )
 
 
 def test_the_command_runs_without_smollm2(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("PAGED_SMOLLM2", str(tmp_path / "nothing"))
-    small = model.QUICK._replace(prompts=2, longest=20, new_tokens=2, shared=64)
-    monkeypatch.setattr(model, "QUICK", small)
+    small = model.QUICK[0]._replace(prompts=2, longest=20, new_tokens=2, shared=64)
+    monkeypatch.setattr(model, "QUICK", (small,))
     assert main(["model", "--quick", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "tiny Llama, float32, 2 prompts of 16 to 20 tokens, 2 new: ours" in printed
