@@ -8,8 +8,8 @@ then all run in turns on --threads threads (2 is meant), by the clock on the wal
 a process of its own that is stopped in between. The roof is the model's linear layers alone, as they
 are, on the rows that our engine gives them. Then: how long until the first token comes behind a
 shared prompt of 1,000 tokens, with a prefix cache that has it and one that has not; and how much of a
-run is scheduler and manager. --quick runs 4 prompts and 8 tokens, and a tiny random Llama where
-SmolLM2 is not at hand.
+run is scheduler and manager. --quick runs a few prompts through a tiny random Llama: that shows what
+each costs beside the model.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from bench.model_source import NAME, check_tokens, folder, load_smollm2, tiny_ll
 from bench.model_vllm import VllmProcess
 from bench.records import (
     GROUPS,
+    BenchError,
     NotMeasuredError,
     Record,
     existing_file,
@@ -64,7 +65,7 @@ class Size(NamedTuple):
 
 # bfloat16 takes several times as long on a CPU that has no instructions for it
 FULL = Size("float32", 16, 200, 64, 1000), Size("bfloat16", 4, 64, 16, 0)
-QUICK = (Size("float32", 4, 64, 8, 256),)
+QUICK = (Size("float32", 8, 64, 16, 512),)
 SHORTEST = 16
 
 
@@ -79,14 +80,15 @@ def run(options: argparse.Namespace) -> Result:
     """Check and time every dtype, then the first tokens, in the first dtype."""
     import torch
 
+    if options.quick and options.vllm_python is not None:
+        raise BenchError("--vllm-python: vLLM runs SmolLM2, which --quick does not")
     torch.set_num_threads(options.threads)
     sizes = QUICK if options.quick else FULL
-    tiny = options.quick and folder() is None
-    name = "tiny Llama" if tiny else NAME
+    name = "tiny Llama" if options.quick else NAME
     result: Result = {"model": name, "records": [], "excused": {}}
     for size in sizes:
         dtype = size.dtype
-        model = tiny_llama(dtype) if tiny else load_smollm2(dtype)
+        model = tiny_llama(dtype) if options.quick else load_smollm2(dtype)
         prompts = random_prompts(size, model.config.vocab_size, options.seed)
         title = (
             f"{name}, {dtype}, {size.prompts} prompts of {SHORTEST} to {size.longest} tokens, "

@@ -93,7 +93,7 @@ def test_prompts_have_the_lengths_that_are_named():
     )
 
 
-def test_the_command_runs_without_smollm2(monkeypatch, tmp_path, capsys):
+def test_the_quick_command_runs_without_smollm2(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("PAGED_SMOLLM2", str(tmp_path / "nothing"))
     small = model.QUICK[0]._replace(prompts=2, longest=20, new_tokens=2, shared=64)
     monkeypatch.setattr(model, "QUICK", (small,))
