@@ -39,7 +39,7 @@ from bench.records import (
 from bench.report import Result
 
 DENSE, PACKED, VLLM = "dense", "dense, packed rows", "vLLM"
-SECONDS, QUICK_SECONDS = 3.0, 0.4
+SECONDS, QUICK_SECONDS = 3.0, 0.25
 OVER = " over dense"
 plot = draw
 Provider = Callable[[], Tensor]  # returns [num_tokens, num_heads, head_dim]

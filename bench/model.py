@@ -65,7 +65,7 @@ class Size(NamedTuple):
 
 # bfloat16 takes several times as long on a CPU that has no instructions for it
 FULL = Size("float32", 16, 200, 64, 1000), Size("bfloat16", 4, 64, 16, 0)
-QUICK = (Size("float32", 8, 64, 16, 512),)
+QUICK = (Size("float32", 4, 64, 8, 256),)
 SHORTEST = 16
 
 
