@@ -65,9 +65,12 @@ def parse_bytes(text: str) -> int:
 
 
 def read_model_config(path: str | Path) -> ModelShape:
-    """The shape of the model that a Hugging Face config.json describes."""
+    """The shape of the model that a Hugging Face config.json, or the folder with it, describes."""
+    path = Path(path)
+    if path.is_dir():
+        path = path / "config.json"
     try:
-        config = json.loads(Path(path).read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelConfigError(f"config {path} cannot be read: {error.strerror}") from error
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -142,7 +145,7 @@ def size_cache(
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that `shape_from` reads."""
     add = parser.add_argument
-    add("--config", metavar="FILE", help="a model's config.json, Hugging Face style")
+    add("--config", metavar="FILE", help="a model's config.json, Hugging Face style, or its folder")
     add("--layers", type=int, help="layers of the model (default: from --config)")
     add("--kv-heads", type=int, help="KV heads per layer (default: from --config)")
     add("--head-dim", type=int, help="width of a head (default: from --config)")

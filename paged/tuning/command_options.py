@@ -25,6 +25,17 @@ class Answer(Protocol):
     def plot(self, path: Any = None) -> Figure: ...
 
 
+def positive(text: str) -> int:
+    """An integer >= 1, for argparse."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"it is {text}; it must be an integer >= 1")
+    return number
+
+
 def add_traffic_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that `traffic` reads."""
     add = parser.add_argument
@@ -94,13 +105,19 @@ def memory_tokens(args: argparse.Namespace, shape: ModelShape | None) -> int | N
 
 def check_results(args: argparse.Namespace) -> None:
     """Raise OSError now, not after the work, when results cannot be written."""
-    if args.plots is not None:
-        args.plots.mkdir(parents=True, exist_ok=True)
-    if args.json is not None:
-        is_new = not args.json.exists()
-        args.json.open("a").close()
-        if is_new:
-            args.json.unlink()
+    option = "plots"
+    try:
+        if args.plots is not None:
+            args.plots.mkdir(parents=True, exist_ok=True)
+        option = "json"
+        if args.json is not None:
+            is_new = not args.json.exists()
+            args.json.open("a").close()
+            if is_new:
+                args.json.unlink()
+    except OSError as error:
+        path = getattr(args, option)
+        raise OSError(f"--{option} {path} cannot be written: {error.strerror}") from error
 
 
 def write_results(args: argparse.Namespace, answers: Mapping[str, Answer]) -> None:

@@ -6,6 +6,7 @@ import argparse
 from dataclasses import replace
 
 from paged.sizing import parse_bytes
+from paged.trace import Request
 
 from .attention import AttentionShape, default_device, default_shape
 from .command_options import (
@@ -15,6 +16,7 @@ from .command_options import (
     check_results,
     memory_tokens,
     model,
+    positive,
     traffic,
     write_results,
 )
@@ -28,7 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add = parser.add_argument
     add("--heads", type=int, metavar="N", help="query heads (default: from --config)")
-    add("--block-size", type=int, default=16, metavar="N", help="tokens per block (default: 16)")
+    add(
+        "--block-size",
+        type=positive,
+        default=16,
+        metavar="N",
+        help="tokens per block (default: 16)",
+    )
     add("--device", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
     add(
         "--threads",
@@ -37,10 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of torch on the CPU; more than one pay on an idle machine alone",
     )
-    add("--batch", type=int, default=8, metavar="N", help="sequences in the timed decode step")
+    add("--batch", type=positive, default=8, metavar="N", help="sequences in the timed decode step")
     add(
         "--longest",
-        type=int,
+        type=positive,
         default=2048,
         metavar="TOKENS",
         help="of a sequence in the timed steps (default: %(default)s)",
@@ -60,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
     check_results(args)
     described = model(args)
     memory_tokens(args, described)  # refuses one without room for a token
-    shape = default_shape(args.device or default_device())
+    device = args.device or default_device()
+    shape = default_shape(device)
     if described is not None:
         shape = AttentionShape(
             args.heads or described.heads or described.kv_heads,
@@ -70,13 +79,14 @@ def run(args: argparse.Namespace) -> int:
         )
     elif args.heads is not None:
         shape = replace(shape, num_heads=args.heads)
+    requests = traffic(args)
     comparison = compare_with_dense(
-        traffic(args),
+        requests,
         shape=shape,
         layers=1 if described is None else described.layers,
         block_size=args.block_size,
         memory=None if args.memory is None else parse_bytes(args.memory),
-        device=args.device,
+        device=device,
         threads=args.threads,
         batch=args.batch,
         longest=args.longest,
@@ -85,5 +95,30 @@ def run(args: argparse.Namespace) -> int:
         progress=True,
     )
     print(comparison)
+    for note in _notes(shape, device, is_assumed=described is None, requests=requests):
+        print(f"note: {note}")
     write_results(args, {"dense": comparison})
     return 0
+
+
+def _notes(
+    shape: AttentionShape, device: str, *, is_assumed: bool, requests: list[Request]
+) -> list[str]:
+    """What to know before the figures are believed."""
+    notes = []
+    if is_assumed:
+        notes.append(
+            "without --config the shape is assumed and memory is that of one layer; what the"
+            " schemes take relative to each other does not depend on it"
+        )
+    if requests[0].hash_ids is not None:
+        notes.append(
+            "the memory table counts every request alone: prefixes that requests share are left"
+            " out; python -m paged tune replays the trace with them"
+        )
+    if device.split(":")[0] == "cpu" and shape.dtype != "float32":
+        notes.append(
+            f"dense attention itself is slow in {shape.dtype} on a CPU: --dtype float32 compares"
+            " more fairly"
+        )
+    return notes

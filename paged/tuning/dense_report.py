@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from paged.config import block_bytes
+
 from .attention import AttentionShape
 from .reservation import LONGEST, PAGES, POWER_OF_TWO, Reservation
 from .tables import text_table
@@ -59,6 +61,14 @@ class DenseComparison:
     def scheme(self, name: str) -> Reservation:
         """One row of `memory`."""
         return next(row for row in self.memory if row.scheme == name)
+
+    @property
+    def layers(self) -> int:
+        """Layers that the memory figures are of."""
+        shape = self.shape
+        return self.bytes_per_token // block_bytes(
+            1, shape.num_kv_heads, shape.head_dim, shape.dtype
+        )
 
     @property
     def verdict(self) -> str:
@@ -117,9 +127,14 @@ class DenseComparison:
             ]
             for row in self.times
         ]
+        layers = "1 layer" if self.layers == 1 else f"{self.layers:,} layers"
+        weighed = (
+            f"MiB of K and V in {layers} of {self.shape.num_kv_heads} KV heads of"
+            f" {self.shape.head_dim}, {self.shape.dtype}"
+        )
         return "\n\n".join(
             [
-                text_table(head[: len(memory[0])], memory),
+                f"{text_table(head[: len(memory[0])], memory)}\n{weighed}",
                 text_table(["attention of one layer", "ms", "x dense", "error"], attention),
                 f"{self.shape}, blocks of {self.block_size}, {self.device}, threads {self.threads};"
                 f" decode of {len(self.seq_lens[DECODE])} sequences of"

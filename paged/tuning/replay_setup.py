@@ -27,7 +27,12 @@ def sized_for(
     lengths = sorted(map(final_length, requests), reverse=True)[: scheduler_config.max_num_seqs]
     slots = [length + scheduler_config.num_lookahead_slots for length in lengths]
     num_blocks = sum(-(-number // config.block_size) for number in slots)
-    return replace(config, num_gpu_blocks=int(num_blocks / (1 - config.watermark)) + 1)
+    return replace(config, num_gpu_blocks=blocks_for(num_blocks, config.watermark))
+
+
+def blocks_for(num_used: int, watermark: float) -> int:
+    """Blocks of a pool of which so many can be used without touching the watermark."""
+    return int(num_used / (1 - watermark)) + 1
 
 
 def check_load(load: float | None) -> None:

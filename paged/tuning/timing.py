@@ -25,7 +25,8 @@ class Ratio:
     rounds: int
 
     def __str__(self) -> str:
-        return f"{self.value:.2f} ({self.lower:.2f}-{self.upper:.2f})"
+        spread = f" ({self.lower:.2f}-{self.upper:.2f})" if self.lower < self.upper else ""
+        return f"{self.value:.2f}{spread}"
 
 
 def lower_quartile(values: Sequence[float]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from paged.config import CacheConfig, block_bytes, check_int
+from paged.config import CacheConfig, check_int
 from paged.replay_config import TOLERANCES
 from paged.scheduler_config import SchedulerConfig
 from paged.sizing import ModelShape
@@ -20,11 +20,13 @@ from .command_options import (
     check_results,
     memory_tokens,
     model,
+    positive,
     traffic,
     write_results,
 )
 from .eviction import fifo, lfu, lru
 from .policies import POOL_TOKENS, compare_policies
+from .pool_size import clock_line, flags_line, gib, pool_bytes, pool_sentence, was_short
 from .replay_report import ReplayReport
 from .replay_setup import check_load
 from .replaying import replay
@@ -40,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add, default = parser.add_argument, SchedulerConfig()
     add(
         "--block-sizes",
-        type=int,
+        type=positive,
         nargs="+",
         default=list(BLOCK_SIZES),
         metavar="TOKENS",
@@ -107,19 +109,25 @@ def run(args: argparse.Namespace) -> int:
     block_size = sweep.recommendation.block_size
     num_blocks = None if room is None else room // block_size
     some = first_within(requests, REPLAY_COST)
-    report = replay(
-        some,
-        CacheConfig(
+
+    def replayed(num_blocks: int | None) -> ReplayReport:
+        config = CacheConfig(
             block_size=block_size,
             num_gpu_blocks=num_blocks,
             enable_prefix_caching=requests[0].hash_ids is not None,
-        ),
-        scheduler_config=scheduler_config,
-        load=args.load,
-        progress=True,
-    )
+        )
+        return replay(
+            some, config, scheduler_config=scheduler_config, load=args.load, progress=True
+        )
+
+    report = replayed(num_blocks)
+    roomy = replayed(None) if num_blocks is not None and was_short(report) else report
     print(_heading(some, requests, report, shape))
-    print(f"{report}\n")
+    print(clock_line(report, args.load, at_once=some[0].arrival == some[-1].arrival))
+    print(report)
+    if flags := flags_line(report.advice):
+        print(flags)
+    print(f"\n{pool_sentence(report, roomy, args.load, shape)}\n")
     answers["replay"] = report
     write_results(args, answers)
     return 0
@@ -134,11 +142,8 @@ def _heading(
     text = f"Replay of {which} requests without a model, {num_blocks:,} blocks of {size}"
     if shape is None:
         return text
-    weight = block_bytes(size, shape.kv_heads, shape.head_dim, shape.dtype, shape.layers) / 2**30
-    return (
-        f"{text}: a pool of {num_blocks * weight:,.1f} GiB, {report.peak_blocks * weight:,.1f} GiB"
-        " used at peak"
-    )
+    pool, peak = (pool_bytes(number, size, shape) for number in (num_blocks, report.peak_blocks))
+    return f"{text}: a pool of {gib(pool)}, {gib(peak)} used at peak"
 
 
 def _attention_shape(shape: ModelShape | None) -> AttentionShape | None:

@@ -133,7 +133,7 @@ def test_options_replace_what_the_config_says(config, capsys):
         ("", "--head-dim, --kv-heads, --layers must be given"),
         ("--layers 2 --kv-heads 1", "--head-dim must be given"),
         ("--config absent.json", "absent.json cannot be read"),
-        ("--config .", "cannot be read: Is a directory"),
+        ("--config .", "config config.json cannot be read: No such file"),
         ("--config pyproject.toml", "is not JSON"),
         ("--layers 0 --kv-heads 1 --head-dim 8", "layers"),
         ("--layers 1 --kv-heads 1 --head-dim 8 --memory much", "must look like 80GiB"),

@@ -33,7 +33,8 @@ def test_tune_recommends_and_replays(trace, tmp_path, capsys):
     assert "Take block size" in shown.out
     assert "Most hits in all" in shown.out
     assert "12 of 12 finished" in shown.out
-    assert "a pool of 0.0 GiB" in shown.out
+    assert "a pool of 2.0 MiB" in shown.out
+    assert "a load of 0.8 x what 256 sequences and 2,048 tokens a step allow" in shown.out
     assert "100%" in shown.err
     figures = json.loads((tmp_path / "a.json").read_text())
     assert list(figures) == ["block_sizes", "policies", "replay"]
@@ -55,6 +56,31 @@ def test_tune_needs_nothing_but_its_name(monkeypatch, capsys):
     assert "20 requests of the built-in lengths" in shown
     assert "Replay of the first" in shown
     assert "Most hits" not in shown
+    assert "Pool: at a load of 0.8 and --max-num-seqs 256 the peak was" in shown
+    assert "More keeps prefixes" not in shown
+
+
+def test_tune_ends_with_the_pool_to_take(trace, capsys):
+    """Three families, four at once: 4 x 44 blocks of 16, less the 32 that two alike share."""
+    options = ["tune", "--trace", str(trace), *SHAPE, "--block-sizes", "16"]
+    options += ["--max-num-seqs", "4", "--load", "4"]
+    at = "at a load of 4 and --max-num-seqs 4 the peak was 144 blocks (1.1 MiB)"
+    take = (
+        "Take a pool of 146 blocks (1.1 MiB) or more, the peak and the 1% that admission leaves"
+        " free. More keeps prefixes that no running request holds"
+    )
+    assert main([*options, "--memory", "2MiB"]) == 0
+    *before, last = capsys.readouterr().out.strip().splitlines()
+    assert last == f"Pool: {at}, and no request waited for blocks. {take}"
+    assert not any(line.startswith("options here") for line in before)
+    assert main([*options, "--memory", "800KiB"]) == 0
+    *before, last = capsys.readouterr().out.strip().splitlines()
+    assert last == (
+        "Pool: 100 blocks (0.8 MiB) are too few, short of blocks in 25 of 30 steps. With room for"
+        f" all, {at}, so 1.5 times as many are wanted. {take}"
+    )
+    flags = "options here: num_gpu_blocks is --memory, max_num_seqs is --max-num-seqs"
+    assert flags in before
 
 
 def test_compare_tells_cost_and_saving(trace, tmp_path, capsys):
@@ -73,6 +99,36 @@ def test_compare_tells_cost_and_saving(trace, tmp_path, capsys):
     }
     assert figures["bytes_per_token"] == 2 * 2 * 2 * 16 * 4
     assert (tmp_path / "dense.png").exists()
+    assert "MiB of K and V in 2 layers of 2 KV heads of 16, float32" in shown
+    assert "prefixes that requests share are left out" in shown
+    assert "slow in" not in shown
+    assert "the shape is assumed" not in shown
+
+
+def test_compare_warns_of_half_precision_on_a_cpu(tmp_path, capsys):
+    options = [*SHAPE[:-1], "bfloat16", "--device", "cpu", "--requests", "3"]
+    assert main(["compare", *options, "--batch", "1", "--longest", "20", "--seconds", "0"]) == 0
+    shown = capsys.readouterr().out
+    assert "dense attention itself is slow in bfloat16 on a CPU: --dtype float32" in shown
+    assert "prefixes" not in shown
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["tune", "--block-sizes", "0"],
+        ["compare", "--batch", "0"],
+        ["compare", "--longest", "0"],
+        ["compare", "--block-size", "few"],
+    ],
+    ids=" ".join,
+)
+def test_counts_below_one_are_refused_with_the_options(options, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(options)
+    assert left.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"argument {options[1]}: it is {options[2]}; it must be an integer >= 1" in line
 
 
 @pytest.mark.parametrize(
@@ -91,8 +147,8 @@ def test_compare_tells_cost_and_saving(trace, tmp_path, capsys):
         (["tune", "--load", "0"], "load is 0"),
         (["tune", "--max-num-seqs", "0"], "max_num_seqs is 0"),
         (["tune", "--block-sizes", "8", "8"], "different sizes"),
-        (["tune", "--json", "nowhere/x.json"], "nowhere"),
-        (["compare", "--block-size", "0"], "block_size is 0"),
+        (["tune", "--json", "nowhere/x.json"], "--json nowhere/x.json cannot be written: No such"),
+        (["tune", "--config", "."], "config config.json cannot be read"),
         (["compare", *SHAPE, "--heads", "3"], "num_heads is 3"),
         (["compare", "--memory", "8GiB"], "--memory wants"),
         (["compare", "--dtype", "float16"], "--dtype wants --config"),

@@ -13,7 +13,7 @@ def test_a_ratio_and_its_spread_by_hand():
     found = ratio(subject, baseline)
     assert (found.value, found.lower, found.upper, found.rounds) == (4.0, 2.0, 4.0, 10)
     assert str(found) == "4.00 (2.00-4.00)"
-    assert ratio(subject, subject).upper == 1
+    assert str(ratio(subject, subject)) == "1.00"
     assert ratio(subject, baseline, lower_quartile).value == 2.0
 
 
