@@ -94,9 +94,9 @@ def test_no_room_for_one_block_is_refused_with_the_numbers():
         ),
     ],
 )
-def test_configs_of_several_families_are_read(config, values, shape):
-    assert read_model_config(path := config(**values)) == shape
-    assert read_model_config(path.parent) == shape
+def test_configs_of_several_families_are_read(config, values, shape, tmp_path):
+    assert read_model_config(config(**values)) == shape
+    assert read_model_config(tmp_path) == shape  # the folder with it
 
 
 @pytest.mark.parametrize(
