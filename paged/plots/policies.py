@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from .style import LINES, MARKERS, OWNER_COLOURS, FilePath, new_figure, saved
+from .style import HEADROOM, LINES, MARKERS, OWNER_COLOURS, SIZES, FilePath, new_figure, saved
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,14 +45,17 @@ def hits_against_pool_size(
             color="black" if is_optimum else OWNER_COLOURS[(position - 1) % len(OWNER_COLOURS)],
             linestyle=LINES[position % len(LINES)],
             marker=MARKERS[position % len(MARKERS)],
-            markersize=5,
+            markersize=SIZES[position % len(SIZES)],
+            markerfacecolor="none",
+            linewidth=SIZES[position % len(SIZES)] / 4,
             label="optimum, which knows the future" if is_optimum else name.replace("_", " "),
         )
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
     axes.minorticks_off()
     axes.set(xlabel="pool, tokens", ylabel="prompt tokens found, %", title=title or "")
-    axes.set_ylim(0, None)
+    highest = max(row[name] for row in rows for name in (OPTIMUM, *policies))
+    axes.set_ylim(0, HEADROOM * 100 * highest / prompt_tokens or 1)
     axes.grid(color="#DDDDDD", linewidth=0.6)
     axes.legend(frameon=False)
     return saved(figure, path)

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from .style import EDGE, MARKERS, OWNER_COLOURS, FilePath, new_figure, saved
+from .style import EDGE, OWNER_COLOURS, SIZES, FilePath, new_figure, saved
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+SHAPES = (("o", "s", "D", "^", "h", "p"), ("v", "*", "P", "x", "+", "1"))  # blunt, and pointed
 
 
 def roofline(
@@ -25,7 +27,8 @@ def roofline(
     """Named measurements under the roof of a machine, both axes logarithmic.
 
     points: name -> (flops, bytes, seconds) of one call: what it must compute and move at least, as
-        `paged_kernels.explain` tells, and the time it took.
+        `paged_kernels.explain` tells, and the time it took. In a name like "decode, dense" what is
+        before the comma chooses blunt or pointed shapes, the rest the colour, shape and size.
     bandwidth: bytes per second that the machine reads, better measured there than promised.
     flops: operations per second at its peak.
     The legend tells the share of the roof that each point reaches; above 100 % something is wrong
@@ -49,19 +52,23 @@ def roofline(
         label=f"roof: {_rate(bandwidth)}B/s, {_rate(flops)}flop/s",
     )
     axes.plot([ridge, ridge], [0, flops], color=EDGE, linestyle=":", linewidth=1)
-    for position, (name, (work, moved, seconds)) in enumerate(points.items()):
+    phases = list(dict.fromkeys(name.partition(", ")[0] for name in points))
+    series = list(dict.fromkeys(name.partition(", ")[2] or name for name in points))
+    for name, (work, moved, seconds) in points.items():
         intensity, rate = work / moved, work / seconds
         share = rate / min(intensity * bandwidth, flops)
-        round_number, colour = divmod(position, len(OWNER_COLOURS))
+        phase, _, rest = name.partition(", ")
+        family = SHAPES[phases.index(phase) % len(SHAPES)]
+        place = series.index(rest or name) % len(OWNER_COLOURS)
         axes.plot(
             intensity,
             rate,
             linestyle="",
-            marker=MARKERS[(colour + round_number) % len(MARKERS)],
-            markeredgecolor=OWNER_COLOURS[colour],
+            marker=family[place],
+            markeredgecolor=OWNER_COLOURS[place],
             markerfacecolor="none",  # points that lie on each other stay visible
-            markeredgewidth=2,
-            markersize=8,
+            markeredgewidth=1.2,
+            markersize=1.5 * SIZES[place],
             label=f"{name}: {100 * share:.3g} %",
         )
     axes.set(xscale="log", yscale="log", xlim=(low, high), title=title or "")
@@ -69,7 +76,13 @@ def roofline(
     axes.set_ylim(min(bottom, low * bandwidth) / 2, flops * 2)
     axes.set(xlabel="flops per byte", ylabel="flop/s")
     axes.grid(color="#DDDDDD", linewidth=0.6)
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize="small")
+    axes.legend(
+        loc="center left",
+        bbox_to_anchor=(1, 0.5),
+        frameon=False,
+        fontsize="small",
+        labelspacing=1.1,
+    )
     return saved(figure, path)
 
 

@@ -22,6 +22,8 @@ STATE_LABELS = {
 EDGE = "#888888"
 LINES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
 MARKERS = ("o", "s", "^", "D", "v", "P")
+SIZES = (13, 10.5, 8, 6, 4.5, 3)  # of hollow markers: those on one spot lie inside each other
+HEADROOM = 1.07  # upper limit over the highest point, which stays off the frame
 
 FilePath = str | PathLike[str]
 

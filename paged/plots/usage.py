@@ -43,12 +43,13 @@ def usage_over_time(
                                 `manager.stats().gpu`: num_used, num_cached, num_free - num_cached
         internal_fragmentation  optional: share of the slots in used blocks without a token, 0..1
         running, waiting, swapped  optional, each: sequences
+    Blocks and sequences that are zero throughout are not drawn.
     Raises ValueError for a list that is missing, unknown, empty or of another length.
     """
     _check(series)
     # The last entry lasts a step, too.
     series = {name: [*values, values[-1] + (name == "step")] for name, values in series.items()}
-    queues = [name for name in QUEUES if name in series]
+    queues = [name for name in QUEUES if any(series.get(name, ()))]
     heights = [3.0] + [1.3] * (FRAGMENTATION in series) + [1.6] * bool(queues)
     figure = new_figure(8, 0.9 + sum(heights))
     panels = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)
@@ -64,7 +65,7 @@ def usage_over_time(
     if queues:
         axes = rest.pop(0)
         for name, line, colour in zip(QUEUES, LINES, OWNER_COLOURS, strict=False):
-            if name in series:
+            if name in queues:
                 axes.step(
                     series["step"],
                     series[name],
@@ -82,14 +83,14 @@ def usage_over_time(
 
 def _stack_blocks(axes: Axes, series: Series) -> None:
     floor = [0.0] * len(series["step"])
-    for name, colour in BLOCKS.items():
+    for name in [name for name in BLOCKS if any(series[name])] or BLOCKS:
         top = [low + count for low, count in zip(floor, series[name], strict=True)]
         axes.fill_between(
             series["step"],
             floor,
             top,
             step="post",
-            facecolor=colour,
+            facecolor=BLOCKS[name],
             edgecolor=EDGE,
             linewidth=0.3,
             label=name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .style import LINES, MARKERS, OWNER_COLOURS, FilePath, new_figure, saved
+from .style import HEADROOM, LINES, MARKERS, OWNER_COLOURS, SIZES, FilePath, new_figure, saved
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -52,7 +52,9 @@ def waste_against_block_size(
             color=OWNER_COLOURS[position % len(OWNER_COLOURS)],
             linestyle=LINES[position % len(LINES)],
             marker=MARKERS[position % len(MARKERS)],
-            markersize=5,
+            markersize=SIZES[position % len(SIZES)],
+            markerfacecolor="none",
+            linewidth=SIZES[position % len(SIZES)] / 4,
             label=name.replace("_", " "),
         )
     sizes = sorted({row["block_size"] for row in rows})
@@ -60,7 +62,8 @@ def waste_against_block_size(
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.minorticks_off()
     axes.set(xlabel="block size, tokens", ylabel=ylabel, title=title or "")
-    axes.set_ylim(0, None)
+    highest = max(row[name] for row in rows for name in names if row.get(name) is not None)
+    axes.set_ylim(0, HEADROOM * 100 * highest or 1)
     axes.grid(color="#DDDDDD", linewidth=0.6)
     if recommended is not None:
         axes.axvline(recommended, color="black", linewidth=1, label=f"recommended: {recommended}")

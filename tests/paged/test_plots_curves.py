@@ -4,7 +4,12 @@ import numpy as np
 import pytest
 
 from paged import BlockSpaceManager, CacheConfig, Sequence
-from paged.plots import roofline, usage_over_time, waste_against_block_size
+from paged.plots import (
+    hits_against_pool_size,
+    roofline,
+    usage_over_time,
+    waste_against_block_size,
+)
 
 
 def a_run():
@@ -68,6 +73,16 @@ def test_queues_differ_in_colour_and_in_line():
     assert len({line.get_color() for line in lines}) == 3
 
 
+def test_what_is_zero_throughout_is_not_drawn():
+    series = a_run() | {"cached": [0, 0, 0], "waiting": [0, 1, 0], "swapped": [0, 0, 0]}
+    blocks, _, queues = usage_over_time(series).axes
+    assert [area.get_label() for area in blocks.collections] == ["used", "free"]
+    for axes, names in ((blocks, ["free", "used"]), (queues, ["running", "waiting"])):
+        assert [text.get_text() for text in axes.get_legend().get_texts()] == names
+    idle = a_run() | {"running": [0, 0, 0]}
+    assert len(usage_over_time(idle).axes) == 2
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -118,6 +133,17 @@ def test_waste_is_drawn_over_rising_block_sizes(tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("hits", [0, 40, 100])
+def test_equal_policies_stay_off_the_frame_and_tell_apart(hits):
+    row = {"optimum": hits, "lru": hits, "fifo": hits}
+    rows = [{"pool_tokens": size, **row} for size in (256, 512)]
+    (axes,) = hits_against_pool_size(rows, prompt_tokens=100).axes
+    assert axes.get_ylim() == (0, pytest.approx(1.07 * hits or 1))
+    for kind in ("marker", "markersize", "linestyle", "linewidth", "color"):
+        assert len({getattr(line, f"get_{kind}")() for line in axes.lines}) == 3
+    assert {line.get_markerfacecolor() for line in axes.lines} == {"none"}
+
+
 def test_a_curve_that_was_never_measured_is_left_out():
     rows = [{"block_size": 8, "missed hits": None, "closed form": 0.1}]
     (axes,) = waste_against_block_size(rows, ylabel="share, %").axes
@@ -162,6 +188,20 @@ def test_points_lie_under_the_roof_at_their_intensity_and_rate(tmp_path):
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("flops per byte", "flop/s")
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_points_on_one_spot_differ_by_phase_and_by_series():
+    names = [
+        f"{phase}, {way}" for phase in ("decode", "prefill") for way in ("dense", "paged", "x")
+    ]
+    (axes,) = roofline(dict.fromkeys(names, (4e9, 1e9, 1e-2)), bandwidth=4e12, flops=1e15).axes
+    points = axes.lines[2:]
+    assert len({point.get_marker() for point in points}) == 6
+    for decode, prefill in zip(points[:3], points[3:], strict=True):
+        assert decode.get_markeredgecolor() == prefill.get_markeredgecolor()
+    for phase in (points[:3], points[3:]):
+        assert len({point.get_markeredgecolor() for point in phase}) == 3
+        assert len({point.get_markersize() for point in phase}) == 3
 
 
 @pytest.mark.parametrize(
