@@ -81,10 +81,12 @@ class BlockSizeSweep:
                     "at full length": row.waste_at_end,
                     "over life": row.waste,
                     "over life, replayed": row.waste_replayed,
+                    "missed hits": row.hit_loss,
                 }
                 for row in self.rows
             ],
             recommended=self.recommendation.block_size,
+            ylabel="slots without a token, missed prompt tokens, %",
             path=path,
         )
 
