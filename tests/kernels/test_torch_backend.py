@@ -6,7 +6,16 @@ import threading
 
 import pytest
 import torch
-from paged_kernels import _fixed, _known, _pages, _rows, _short, paged_attention
+from paged_kernels import (
+    _fixed,
+    _known,
+    _pages,
+    _plan,
+    _rows,
+    _short,
+    paged_attention,
+    reshape_and_cache,
+)
 from paged_kernels.testing import assert_matches_reference, make_batch, validated_call
 
 OPTIONS = {
@@ -286,3 +295,36 @@ def test_a_strided_output_is_filled_in_place():
     paged_attention(**batch.arguments(), out=wide[..., :16], backend="torch")
     assert torch.equal(wide[..., :16], batch.attend(backend="torch"))
     assert (wide[..., 16:] == 7).all()
+
+
+def test_a_buffer_that_is_written_again_is_looked_at_again():
+    batch = make_batch([40, 17, 33])
+    batch.attend(backend="torch")
+    before = batch.attend(backend="torch")
+    batch.block_table[0] = batch.block_table[2]  # in place, as a manager does for every step
+    batch.seq_lens[0] = 33
+    assert_matches_reference(batch, "torch")
+    assert not torch.equal(batch.attend(backend="torch")[0], before[0])
+
+
+def test_what_was_refused_is_refused_again_and_what_is_known_is_not_looked_up_again(monkeypatch):
+    batch = make_batch([40, 17, 33])
+    for _ in range(2):
+        with pytest.raises(ValueError, match="seq_lens must be in"):
+            batch.attend(backend="torch", max_seq_len=20)
+    batch.attend(backend="torch")
+    monkeypatch.setattr(_plan, "make_group", None)  # would raise
+    batch.attend(backend="torch")
+    with pytest.raises(TypeError):
+        batch.attend(backend="torch", sliding_window=9)
+
+
+def test_slots_are_looked_at_again_too():
+    batch = make_batch([40])
+    key, value = torch.randn(2, 2, 16), torch.randn(2, 2, 16)
+    slots = torch.tensor([3, -1])
+    reshape_and_cache(key, value, batch.key_cache, batch.value_cache, slots, backend="torch")
+    slots.copy_(torch.tensor([-1, 5]))
+    reshape_and_cache(key, value, batch.key_cache, batch.value_cache, slots, backend="torch")
+    flat = batch.key_cache.flatten(0, 1)
+    assert torch.equal(flat[[3, 5]], key)
