@@ -17,7 +17,7 @@ from tqdm import tqdm
 from bench.model_source import NAME, load_smollm2
 from bench.records import NotMeasuredError, Record, at_least, exact_record
 from bench.report import Result
-from bench.serving_engine import REQUESTS, measure, shortened
+from bench.serving_engine import NUM_RUNS, REQUESTS, measure, shortened
 from bench.serving_loads import Load, text_loads, trace_load
 from bench.serving_plot import draw
 from bench.serving_replay import Outcome, replay
@@ -73,13 +73,13 @@ def engine_records(options: argparse.Namespace) -> list[Record]:
     import torch
 
     model = load_smollm2()
+    from paged.engine import pack_linear_layers
+
+    pack_linear_layers(model)
     torch.set_num_threads(options.threads)
     loads = [shortened(load) for load in text_loads(REQUESTS, options.seed)]
-    return [
-        record
-        for load in tqdm(loads, desc=f"serving, {NAME}", unit="load")
-        for record in measure(model, load, options.seed)
-    ]
+    with tqdm(desc=f"serving, {NAME}", total=len(loads) * NUM_RUNS, unit="run") as bar:
+        return [r for load in loads for r in measure(model, load, options.seed, bar.update)]
 
 
 def replay_records(load: Load, budget: int, way: str, outcome: Outcome) -> list[Record]:

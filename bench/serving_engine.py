@@ -22,6 +22,7 @@ from paged.replay_config import final_length
 WAYS = (LONGEST, POWER_OF_TWO, ORACLE, PAGES)
 BUDGETS = (1, 4)  # units
 REQUESTS, NEW_TOKENS = 8, 32
+NUM_RUNS = len(BUDGETS) * len(WAYS) * GROUPS  # of one load
 
 
 def shortened(load: Load) -> Load:
@@ -33,8 +34,17 @@ def shortened(load: Load) -> Load:
     return replace(load, requests=requests)
 
 
-def measure(model: Any, load: Load, seed: int, rounds: int = GROUPS) -> list[Record]:
-    """Serve the load at each budget by each way, in turns; the tokens are checked first."""
+def measure(
+    model: Any,
+    load: Load,
+    seed: int,
+    on_run: Callable[[], object] = lambda: None,
+    rounds: int = GROUPS,
+) -> list[Record]:
+    """Serve the load at each budget by each way, in turns; the tokens are checked first.
+
+    on_run: called after each of the runs, NUM_RUNS by default.
+    """
     rng = random.Random(seed)
     vocab_size = model.config.vocab_size
     prompts = [
@@ -42,7 +52,7 @@ def measure(model: Any, load: Load, seed: int, rounds: int = GROUPS) -> list[Rec
     ]
     places = list(product(BUDGETS, WAYS))
     works = {
-        f"{budget} {way.name}": _runs(model, load, way, budget * load.unit, prompts)
+        f"{budget} {way.name}": _runs(model, load, way, budget * load.unit, prompts, on_run)
         for budget, way in places
     }
     times = time_in_turns(works, rounds=rounds, seed=seed, clock=time.perf_counter)
@@ -92,11 +102,17 @@ def serve(
 
 
 def _runs(
-    model: Any, load: Load, way: Way, num_slots: int, prompts: list[list[int]]
+    model: Any,
+    load: Load,
+    way: Way,
+    num_slots: int,
+    prompts: list[list[int]],
+    on_run: Callable[[], object],
 ) -> Iterator[Callable[[], object]]:
     def checked() -> None:
         check_tokens(model, prompts, serve(model, load, way, num_slots, prompts), way.name)
 
     yield checked
     while True:
+        on_run()
         yield lambda: serve(model, load, way, num_slots, prompts)
