@@ -72,7 +72,7 @@ def engine_records(options: argparse.Namespace) -> list[Record]:
     """The article's rows, cut short, with SmolLM2."""
     import torch
 
-    model = load_smollm2()
+    model = load_smollm2()  # tells in one line where transformers is missing
     from paged.engine import pack_linear_layers
 
     pack_linear_layers(model)

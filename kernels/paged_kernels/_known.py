@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from .options import AttentionCall
+
 Found = TypeVar("Found")
 
 MOST_FOUND = 32  # things kept about the same numbers
@@ -44,6 +46,11 @@ def known(use: str, *tensors: Tensor | None) -> Known:
     if kept is None or kept.numbers != numbers:
         kept = _kept.__dict__[use] = Known(numbers)
     return kept
+
+
+def known_of(call: AttentionCall) -> Known:
+    """What is known of the lengths and block ids of an attention call."""
+    return known("attention", call.block_table, call.seq_lens, call.cu_seqlens_q)
 
 
 def _bytes(x: Tensor) -> bytes:

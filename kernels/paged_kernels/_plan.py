@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from ._known import known
+from ._known import known_of
 from ._pages import is_joinable
 from ._short import Group, make_group, short_groups
 from .options import AttentionCall
@@ -25,8 +25,7 @@ class Plan(NamedTuple):
 
 def plan_of(call: AttentionCall) -> Plan:
     """The plan that the last call left, or a new one."""
-    numbers = known("attention", call.block_table, call.seq_lens, call.cu_seqlens_q)
-    return numbers.once(_options(call), lambda: _make(call))
+    return known_of(call).once(_options(call), lambda: _make(call))
 
 
 def _options(call: AttentionCall) -> Hashable:

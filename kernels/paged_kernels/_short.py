@@ -29,9 +29,7 @@ class Group(NamedTuple):
     seqs: list[int]
     rows: Tensor  # int64 [len(seqs)], of the query
     slots: Tensor  # int64 [len(seqs) * most keys]
-    bias: (
-        Tensor | None
-    )  # [len(seqs), 1, 1, most keys]: -inf for repeated keys; None: there are none
+    bias: Tensor | None  # [len(seqs), 1, 1, most keys]: -inf for repeated keys, if there are any
 
 
 def short_groups(

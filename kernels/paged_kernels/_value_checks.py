@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ._backends import debugging
-from ._known import known
+from ._known import known, known_of
 from .options import AttentionCall
 
 
@@ -15,8 +15,7 @@ def check_attention_values(call: AttentionCall) -> None:
     limits = len(call.query), len(call.key_cache), call.max_query_len, call.max_seq_len
     mask_side = None if call.draft_mask is None else call.draft_mask.shape[1]
     options = mask_side, call.common_prefix_len, call.variant.sliding_window, call.dims.block_size
-    numbers = known("attention", call.block_table, call.seq_lens, call.cu_seqlens_q)
-    numbers.once(("checked", *limits, *options), lambda: _check_numbers(call))
+    known_of(call).once(("checked", *limits, *options), lambda: _check_numbers(call))
     _check_scale_values("k_scale", call.k_scale, call.key_cache)
     _check_scale_values("v_scale", call.v_scale, call.value_cache)
 
