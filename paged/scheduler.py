@@ -28,7 +28,14 @@ from .queues import Queues
 from .running import go_on
 from .scheduler_config import SchedulerConfig
 from .scheduler_output import SchedulerOutput
-from .sequence import SequenceGroup, SequenceLike, as_list, check_sequence, checked_tokens
+from .sequence import (
+    SequenceGroup,
+    SequenceLike,
+    as_list,
+    check_hashable,
+    check_sequence,
+    checked_tokens,
+)
 from .step_plan import StepPlan
 
 
@@ -119,6 +126,7 @@ class Scheduler:
 
     def abort(self, request_id: Any) -> None:
         """Drop a group at any stage and free its blocks."""
+        check_hashable("request_id", request_id)
         job = self._queues.jobs.get(request_id)
         if job is None:
             raise ValueError(f"request_id {request_id!r} belongs to no live group")

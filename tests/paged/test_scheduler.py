@@ -311,6 +311,8 @@ def test_abort_at_every_stage_frees_everything():
     for request_id in ("running", "never"):
         with pytest.raises(ValueError, match=f"{request_id!r} belongs to no live group"):
             driver.scheduler.abort(request_id)
+    with pytest.raises(TypeError, match=r"request_id is \[1\]; it must be hashable"):
+        driver.scheduler.abort([1])
 
 
 def test_a_name_may_be_used_again_at_once():
