@@ -42,19 +42,13 @@ def _make(call: AttentionCall) -> Plan:
     if call.cu_seqlens_q is not None:
         starts = call.cu_seqlens_q.tolist()
     query_lens = [b - a for a, b in pairwise(starts)]
-    shares_prefix = starts[-1] > 0 and _may_share(call)
+    shares_prefix = starts[-1] > 0 and call.reads_prefix_once
     begin = call.common_prefix_len if shares_prefix else 0
     keys = [_keys(call, begin, n, q) for n, q in zip(lengths, query_lens, strict=True)]
     groups = [make_group(call, seqs, starts, keys) for seqs in short_groups(call, query_lens, keys)]
     rest = {seq for seq, query_len in enumerate(query_lens) if query_len > 0}
     alone = sorted(rest.difference(*(group.seqs for group in groups)))
     return Plan(starts, query_lens, keys, shares_prefix, groups, alone)
-
-
-def _may_share(call: AttentionCall) -> bool:
-    one_by_one = call.num_splits is not None or call.split_size is not None
-    by_position = call.variant.sliding_window is not None or call.alibi_slopes is not None
-    return call.common_prefix_len > 0 and not one_by_one and not by_position
 
 
 def _keys(call: AttentionCall, begin: int, seq_len: int, query_len: int) -> range:

@@ -36,9 +36,8 @@ def short_groups(
     call: AttentionCall, query_lens: Sequence[int], keys: Sequence[range]
 ) -> Iterator[list[int]]:
     """The decodes that are worth it, in groups whose shortest has at least half the longest's keys."""
-    one_by_one = call.num_splits is not None or call.split_size is not None
     own_bias = call.draft_mask is not None or call.alibi_slopes is not None
-    if one_by_one or own_bias or not (is_joinable(call) and can_flash(call)):
+    if call.fixes_splits or own_bias or not (is_joinable(call) and can_flash(call)):
         return
     most = GROUP_BYTES // token_bytes(call)  # keys in a group
     limit = SHORT_BYTES // token_bytes(call)

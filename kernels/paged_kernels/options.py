@@ -71,3 +71,18 @@ class AttentionCall(NamedTuple):
     out: Tensor  # [num_tokens, num_heads, head_dim_v]
     lse: Tensor | None  # float32 [num_tokens, num_heads]
     dims: Dims  # of the tensors above
+
+    @property
+    def fixes_splits(self) -> bool:
+        """The caller says where sequences are split: each is then computed by itself."""
+        return self.num_splits is not None or self.split_size is not None
+
+    @property
+    def reads_prefix_once(self) -> bool:
+        """All query rows attend to a common prefix together.
+
+        That is without query positions, which a window and ALiBi need, and with splits that follow
+        from the batch, which fixed ones must not.
+        """
+        by_position = self.variant.sliding_window is not None or self.alibi_slopes is not None
+        return self.common_prefix_len > 0 and not by_position and not self.fixes_splits

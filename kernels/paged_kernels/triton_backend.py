@@ -75,13 +75,9 @@ def plan(call: AttentionCall) -> list[Launch]:
     tiles = _tiles(call)
     step = max(tile.n for tile in tiles)
     shared = call.common_prefix_len // step * step
-    # The shared part is attended to without query positions, which window and ALiBi would need,
-    # and its splits follow from the batch, which fixed ones must not.
-    positioned = call.variant.sliding_window is not None or call.alibi_slopes is not None
-    fixed = call.num_splits is not None or call.split_size is not None
-    if shared == 0 or positioned or fixed:
-        return _plan_batch(call, tiles)
-    return _plan_cascade(call, tiles, shared)
+    if shared > 0 and call.reads_prefix_once:
+        return _plan_cascade(call, tiles, shared)
+    return _plan_batch(call, tiles)
 
 
 def _plan_batch(call: AttentionCall, tiles: Tiles, first_key: int = 0) -> list[Launch]:
