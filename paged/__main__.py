@@ -11,6 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import NoReturn
 
+from paged.advice import flags_line
 from paged.config import check_int
 from paged.errors import PagedError
 from paged.replay_config import TOLERANCES, ReplayConfig
@@ -149,6 +150,8 @@ def run(args: argparse.Namespace) -> int:
         source = args.trace.name
     report = replay_trace(requests, config, progress=True)
     print(f"{len(requests):,} requests of {source}\n\n{report}")
+    if flags := flags_line(report.advice()):
+        print(flags)
 
     memory = report.memory
     figure = block_map(

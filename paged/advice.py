@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 OFTEN = 0.2  # of the steps: less is a burst
+FLAGS = {  # of the commands that run kernels
+    "num_gpu_blocks": "--num-blocks",
+    "num_cpu_blocks": "--num-cpu-blocks",
+    "max_num_seqs": "--max-num-seqs",
+    "max_num_batched_tokens": "--max-num-batched-tokens",
+    "enable_prefix_caching": "on without --no-prefix-cache",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +75,12 @@ def advise(load: Load) -> list[str]:
             f"the prefix cache: {change}"
         )
     return advice
+
+
+def flags_line(advice: Sequence[str], flags: Mapping[str, str] = FLAGS) -> str | None:
+    """Which options of a command set what the advice names; None when it names none of them."""
+    named = [f"{name} is {flag}" for name, flag in flags.items() if name in " ".join(advice)]
+    return f"options here: {', '.join(named)}" if named else None
 
 
 def _counted(number: int, noun: str) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from .advice import flags_line
 from .config import CacheConfig, block_bytes, check_threads
 from .errors import PagedError, PromptTooLongError
 from .scheduler_config import SchedulerConfig
@@ -105,8 +106,11 @@ def run(args: argparse.Namespace) -> int:
         for output in engine.step():
             printer.show(output)
     print(summary(engine, perf_counter() - start))
-    for sentence in engine.advice():
+    advice = engine.advice()
+    for sentence in advice:
         print(f"advice: {sentence}")
+    if flags := flags_line(advice):
+        print(flags)
     return FAILED if printer.any_failed else 0
 
 

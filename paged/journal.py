@@ -119,7 +119,10 @@ class Journal:
 
 
 class Replay:
-    """A journal read back: iterating makes its calls, one at a time, on a new manager."""
+    """A journal read back: iterating makes its calls, one at a time, on a new manager.
+
+    An `eviction_policy` is not in the file: give `manager.cache` the same one before iterating.
+    """
 
     def __init__(self, path: str | PathLike[str]) -> None:
         from .block_manager import BlockSpaceManager

@@ -50,10 +50,10 @@ def add_traffic_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that `model` and `memory` read."""
+    """The options that `model` and `memory_tokens` read."""
     add_shape_arguments(parser)
     parser.add_argument(
-        "--memory",
+        "--kv-memory",
         metavar="SIZE",
         help="for K and V of all layers, like 8GiB; wants --config or the shape",
     )
@@ -86,20 +86,20 @@ def model(args: argparse.Namespace) -> ModelShape | None:
     flags = (args.config, args.layers, args.kv_heads, args.head_dim)
     if any(flag is not None for flag in flags):
         return shape_from(args)
-    for name in ("dtype", "memory"):
-        if getattr(args, name) is not None:
-            raise ValueError(f"--{name} wants --config, or --layers, --kv-heads and --head-dim")
+    for option, value in (("--dtype", args.dtype), ("--kv-memory", args.kv_memory)):
+        if value is not None:
+            raise ValueError(f"{option} wants --config, or --layers, --kv-heads and --head-dim")
     return None
 
 
 def memory_tokens(args: argparse.Namespace, shape: ModelShape | None) -> int | None:
-    """Tokens that --memory has room for; None without it."""
-    if args.memory is None or shape is None:
+    """Tokens that --kv-memory has room for; None without it."""
+    if args.kv_memory is None or shape is None:
         return None
     per_token = block_bytes(1, shape.kv_heads, shape.head_dim, shape.dtype, shape.layers)
-    tokens = parse_bytes(args.memory) // per_token
+    tokens = parse_bytes(args.kv_memory) // per_token
     if tokens < 1:
-        raise ValueError(f"memory is {args.memory}; one token takes {per_token:,} bytes")
+        raise ValueError(f"--kv-memory is {args.kv_memory}; one token takes {per_token:,} bytes")
     return tokens
 
 

@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         shape=shape,
         layers=1 if described is None else described.layers,
         block_size=args.block_size,
-        memory=None if args.memory is None else parse_bytes(args.memory),
+        memory=None if args.kv_memory is None else parse_bytes(args.kv_memory),
         device=device,
         threads=args.threads,
         batch=args.batch,

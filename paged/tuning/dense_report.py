@@ -137,8 +137,13 @@ class DenseComparison:
                 f"{text_table(head[: len(memory[0])], memory)}\n{weighed}",
                 text_table(["attention of one layer", "ms", "x dense", "error"], attention),
                 f"{self.shape}, blocks of {self.block_size}, {self.device}, threads {self.threads};"
-                f" decode of {len(self.seq_lens[DECODE])} sequences of"
-                f" {min(self.seq_lens[DECODE]):,} to {max(self.seq_lens[DECODE]):,} tokens",
+                f" decode of {_sequences(self.seq_lens[DECODE])}",
                 self.verdict,
             ]
         )
+
+
+def _sequences(lens: tuple[int, ...]) -> str:
+    if len(lens) == 1:
+        return f"1 sequence of {lens[0]:,} tokens"
+    return f"{len(lens)} sequences of {min(lens):,} to {max(lens):,} tokens"

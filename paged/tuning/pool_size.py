@@ -8,12 +8,6 @@ from paged.sizing import ModelShape
 from .replay_report import ReplayReport
 from .replay_setup import blocks_for
 
-FLAGS = {
-    "num_gpu_blocks": "--memory",
-    "max_num_seqs": "--max-num-seqs",
-    "max_num_batched_tokens": "--max-num-batched-tokens",
-}
-
 
 def clock_line(report: ReplayReport, load: float, *, at_once: bool) -> str:
     """When the requests of a replay arrived. at_once: the trace gives all of them one time."""
@@ -25,12 +19,6 @@ def clock_line(report: ReplayReport, load: float, *, at_once: bool) -> str:
         f" {load:g} x what {limits.max_num_seqs:,} sequences and"
         f" {limits.max_num_batched_tokens:,} tokens a step allow"
     )
-
-
-def flags_line(advice: list[str]) -> str | None:
-    """Which options of the command set what the advice names; None when it names none of them."""
-    named = [f"{name} is {flag}" for name, flag in FLAGS.items() if name in " ".join(advice)]
-    return f"options here: {', '.join(named)}" if named else None
 
 
 def was_short(report: ReplayReport) -> bool:

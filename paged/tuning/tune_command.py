@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from paged.advice import flags_line
 from paged.config import CacheConfig, check_int
 from paged.replay_config import TOLERANCES
 from paged.scheduler_config import SchedulerConfig
@@ -26,12 +27,17 @@ from .command_options import (
 )
 from .eviction import fifo, lfu, lru
 from .policies import POOL_TOKENS, compare_policies
-from .pool_size import clock_line, flags_line, gib, pool_bytes, pool_sentence, was_short
+from .pool_size import clock_line, gib, pool_bytes, pool_sentence, was_short
 from .replay_report import ReplayReport
 from .replay_setup import check_load
 from .replaying import replay
 from .side_by_side import first_within
 
+FLAGS = {
+    "num_gpu_blocks": "--kv-memory",
+    "max_num_seqs": "--max-num-seqs",
+    "max_num_batched_tokens": "--max-num-batched-tokens",
+}
 REPLAY_COST = 3_000_000  # of the requests in the run at the end: a few seconds
 
 
@@ -125,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
     print(_heading(some, requests, report, shape))
     print(clock_line(report, args.load, at_once=some[0].arrival == some[-1].arrival))
     print(report)
-    if flags := flags_line(report.advice):
+    if flags := flags_line(report.advice, FLAGS):
         print(flags)
     print(f"\n{pool_sentence(report, roomy, args.load, shape)}\n")
     answers["replay"] = report

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paged.advice import Load, advise
+from paged.advice import Load, advise, flags_line
 
 CALM = {"steps": 100, "num_blocks": 64, "peak_blocks": 60, "requests": 10, "computed_tokens": 1000}
 
@@ -48,3 +48,13 @@ def test_one_figure_stands_out(changes, words):
     (sentence,) = advise(Load(**CALM | changes))
     for word in words:
         assert word in sentence
+
+
+def test_options_are_named_for_what_advice_is_about():
+    assert flags_line([]) is None
+    assert flags_line(["raise num_gpu_blocks, or", "lower max_num_seqs"]) == (
+        "options here: num_gpu_blocks is --num-blocks, max_num_seqs is --max-num-seqs"
+    )
+    assert flags_line(["raise max_num_seqs"], {"max_num_seqs": "-s"}) == (
+        "options here: max_num_seqs is -s"
+    )

@@ -24,7 +24,7 @@ def trace(tmp_path):
 
 
 def test_tune_recommends_and_replays(trace, tmp_path, capsys):
-    options = ["--trace", str(trace), "--memory", "2MiB", *SHAPE]
+    options = ["--trace", str(trace), "--kv-memory", "2MiB", *SHAPE]
     options += ["--block-sizes", "8", "16", "32", "--json", str(tmp_path / "a.json")]
     assert main(["tune", *options, "--plots", str(tmp_path / "plots")]) == 0
     shown = capsys.readouterr()
@@ -69,22 +69,22 @@ def test_tune_ends_with_the_pool_to_take(trace, capsys):
         "Take a pool of 146 blocks (1.1 MiB) or more, the peak and the 1% that admission leaves"
         " free. More keeps prefixes that no running request holds"
     )
-    assert main([*options, "--memory", "2MiB"]) == 0
+    assert main([*options, "--kv-memory", "2MiB"]) == 0
     *before, last = capsys.readouterr().out.strip().splitlines()
     assert last == f"Pool: {at}, and no request waited for blocks. {take}"
     assert not any(line.startswith("options here") for line in before)
-    assert main([*options, "--memory", "800KiB"]) == 0
+    assert main([*options, "--kv-memory", "800KiB"]) == 0
     *before, last = capsys.readouterr().out.strip().splitlines()
     assert last == (
         "Pool: 100 blocks (0.8 MiB) are too few, short of blocks in 25 of 30 steps. With room for"
         f" all, {at}, so 1.5 times as many are wanted. {take}"
     )
-    flags = "options here: num_gpu_blocks is --memory, max_num_seqs is --max-num-seqs"
+    flags = "options here: num_gpu_blocks is --kv-memory, max_num_seqs is --max-num-seqs"
     assert flags in before
 
 
 def test_compare_tells_cost_and_saving(trace, tmp_path, capsys):
-    options = ["--trace", str(trace), *SHAPE, "--heads", "4", "--memory", "8MiB"]
+    options = ["--trace", str(trace), *SHAPE, "--heads", "4", "--kv-memory", "8MiB"]
     options += ["--batch", "2", "--longest", "60", "--seconds", "0", "--json", str(tmp_path / "b")]
     assert main(["compare", *options, "--plots", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
@@ -135,12 +135,12 @@ def test_counts_below_one_are_refused_with_the_options(options, capsys):
     ("options", "message"),
     [
         (["tune", "--trace", "nowhere"], "trace nowhere cannot be read"),
-        (["tune", "--memory", "8 apples"], "--memory wants --config"),
+        (["tune", "--kv-memory", "8 apples"], "--kv-memory wants --config"),
         (["tune", "--dtype", "float12"], "--dtype wants --config, or --layers"),
         (["tune", *SHAPE, "--dtype", "float12"], "dtype is 'float12'; it must be one of float32"),
-        (["tune", *SHAPE, "--memory", "8 apples"], "memory must look like"),
-        (["tune", *SHAPE, "--memory", "9"], "one token takes 512 bytes"),
-        (["tune", *SHAPE, "--memory", "600"], "tokens that fit into the memory is 1"),
+        (["tune", *SHAPE, "--kv-memory", "8 apples"], "memory must look like"),
+        (["tune", *SHAPE, "--kv-memory", "9"], "one token takes 512 bytes"),
+        (["tune", *SHAPE, "--kv-memory", "600"], "tokens that fit into the memory is 1"),
         (["tune", "--layers", "2"], "--head-dim, --kv-heads must be given"),
         (["tune", "--requests", "0"], "requests is 0"),
         (["tune", "--seed", "-1"], "seed is -1"),
@@ -150,7 +150,7 @@ def test_counts_below_one_are_refused_with_the_options(options, capsys):
         (["tune", "--json", "nowhere/x.json"], "--json nowhere/x.json cannot be written: No such"),
         (["tune", "--config", "."], "config config.json cannot be read"),
         (["compare", *SHAPE, "--heads", "3"], "num_heads is 3"),
-        (["compare", "--memory", "8GiB"], "--memory wants"),
+        (["compare", "--kv-memory", "8GiB"], "--kv-memory wants"),
         (["compare", "--dtype", "float16"], "--dtype wants --config"),
         (["compare", "--seconds", "-1"], "seconds is -1.0; it must be a finite number >= 0"),
         (["compare", "--seconds", "nan"], "seconds is nan"),
