@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 CLAIMED_USE = (1.3, 1.5)
+ASIDE = 0.12  # of a doubling of the budget
 SHADES = {
     "tokens": ("#0072B2", ""),
     "reserved": ("#56B4E9", "///"),
@@ -115,7 +116,7 @@ def _gain_lines(axes: Axes, result: Result, load: dict[str, Any], wanted: str) -
         del style["capsize"]
         axes.plot(*zip(*points, strict=True) if points else ([], []), label=way, **style)
         if wanted == PER_STEP:
-            _model_points(axes, result, load["name"], way, style["color"], style["marker"])
+            _model_points(axes, result, load["name"], way, style, aside=number)
     axes.set_xscale("log", base=2)
     axes.set_xticks(load["budgets"], [str(budget) for budget in load["budgets"]], fontsize=8)
     axes.grid(axis="y", which="major", color="#DDDDDD", linewidth=0.6)
@@ -123,16 +124,16 @@ def _gain_lines(axes: Axes, result: Result, load: dict[str, Any], wanted: str) -
 
 
 def _model_points(
-    axes: Axes, result: Result, load: str, way: str, colour: str, marker: str
+    axes: Axes, result: Result, load: str, way: str, style: dict[str, Any], aside: int
 ) -> None:
-    """Gains seen with a model, their spread as a whisker."""
+    """Gains seen with a model, their spread as a whisker; each way a little aside of the last."""
     for place, ratio in by_place(result, GAIN).items():
         if (place[0], place[2]) == (load, way):
             axes.errorbar(
-                place[1], ratio["value"],
+                place[1] * 2 ** (ASIDE * aside), ratio["value"],
                 [[ratio["value"] - ratio["lower"]], [ratio["upper"] - ratio["value"]]],
-                color=colour, marker=marker, markerfacecolor="white", markersize=8, capsize=3,
-                linestyle="none",
+                color=style["color"], marker=style["marker"], markerfacecolor="white",
+                markersize=7, capsize=3, linestyle="none",
             )  # fmt: skip
 
 
