@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from paged.config import block_bytes
 from paged.sizing import ModelShape
 
@@ -42,17 +44,23 @@ def pool_sentence(
     )
     if roomy.config.enable_prefix_caching:
         take += ". More keeps prefixes that no running request holds"
-    short = f"short of blocks in {report.load.steps_short_of_blocks:,} of {report.steps:,} steps"
-    if report.rejected:
-        short += f" and too small for {report.rejected:,} requests at all"
+    short = " and ".join(_shortages(report))
     if not was_short(report):
         return f"Pool: {at}, and no request waited for blocks. {take}"
     if wanted <= num_blocks:
         return f"Pool: {at} with room for all; the pool of {num_blocks:,} was {short}. {take}"
     return (
-        f"Pool: {_blocks(num_blocks, report, shape)} are too few, {short}. With room for all, {at},"
+        f"Pool: {_blocks(num_blocks, report, shape)} are too few: {short}. With room for all, {at},"
         f" so {wanted / num_blocks:,.1f} times as many are wanted. {take}"
     )
+
+
+def _shortages(report: ReplayReport) -> Iterator[str]:
+    if steps := report.load.steps_short_of_blocks:
+        yield f"short of blocks in {steps:,} of {report.steps:,} steps"
+    if report.rejected:
+        requests = "request" if report.rejected == 1 else "requests"
+        yield f"too small for {report.rejected:,} {requests} at all"
 
 
 def gib(number: float) -> str:

@@ -76,11 +76,16 @@ def test_tune_ends_with_the_pool_to_take(trace, capsys):
     assert main([*options, "--kv-memory", "800KiB"]) == 0
     *before, last = capsys.readouterr().out.strip().splitlines()
     assert last == (
-        "Pool: 100 blocks (0.8 MiB) are too few, short of blocks in 25 of 30 steps. With room for"
+        "Pool: 100 blocks (0.8 MiB) are too few: short of blocks in 25 of 30 steps. With room for"
         f" all, {at}, so 1.5 times as many are wanted. {take}"
     )
     flags = "options here: num_gpu_blocks is --kv-memory, max_num_seqs is --max-num-seqs"
     assert flags in before
+    assert main([*options, "--kv-memory", "320KiB"]) == 0
+    *_, last = capsys.readouterr().out.strip().splitlines()
+    assert last.startswith(
+        "Pool: 40 blocks (0.3 MiB) are too few: too small for 12 requests at all. "
+    )
 
 
 def test_compare_tells_cost_and_saving(trace, tmp_path, capsys):
