@@ -267,22 +267,27 @@ def test_an_error_beyond_rounding_is_exit_code_1(monkeypatch, capsys):
 
 
 def test_interrupting_it_is_no_traceback():
-    process = subprocess.Popen(
-        [sys.executable, "-m", "paged", "--requests", "5000", "--max-length", "200"],
+    # A shell's background job ignores interrupts, and so does all that it starts.
+    interruptible = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
+        " from paged.__main__ import main; sys.exit(main())"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", interruptible, "--requests", "5000", "--max-length", "200"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
-    try:
-        shown = ""
-        while "/5000" not in shown:  # the bar: it runs
-            character = process.stderr.read(1)
-            assert character, f"it ended early: {shown}"
-            shown += character
-        process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=60)
-    finally:
-        process.kill()
+    ) as process:
+        try:
+            shown = ""
+            while "/5000" not in shown:  # the bar: it runs
+                character = process.stderr.read(1)
+                assert character, f"it ended early: {shown}"
+                shown += character
+            process.send_signal(signal.SIGINT)
+            output, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert output == ""
     assert errors.endswith("paged: interrupted\n")
