@@ -4,7 +4,7 @@ ratio  off when the gap between the two spreads [lower, upper] is wider than `sl
 exact  off when the values differ by more than their `tolerance`; compared only between equal
        versions of what the result names under `exact_for`.
 time   shown, and marked when the quartiles do not overlap; never off.
-A ratio or exact figure that the second lacks is off, too.
+A ratio or exact figure that the second lacks, or has in another unit, is off, too.
 """
 
 from __future__ import annotations
@@ -44,11 +44,18 @@ def compare(first: Result, second: Result, slack: float = SLACK) -> list[Verdict
         for result in (first, second)
     ]
     known = {record["name"]: record for record in second["records"]}
+    if known.keys().isdisjoint(record["name"] for record in first["records"]):
+        raise BenchError(
+            f"these two of {first['benchmark']} have no record in common, as a quick run and a full"
+            " one: nothing can be compared"
+        )
     verdicts = []
     for a in first["records"]:
         b = known.get(a["name"])
         if b is None:
             verdict = "missing" if a["kind"] in ("ratio", "exact") else "differs"
+        elif (a["kind"], a["unit"]) != (b["kind"], b["unit"]):
+            verdict = "off"
         elif a["kind"] == "exact":
             verdict = _exact(a, b) if versions[0] == versions[1] else "other versions"
         else:

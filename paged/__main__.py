@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -52,6 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\npaged: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except (MemoryError, OverflowError, RecursionError) as error:
+        print(f"paged: a number or file is too large for this machine: {error!r}", file=sys.stderr)
+        return BAD_INPUT
     except (PagedError, ValueError, OSError) as error:
         print(f"paged: {' '.join(str(error).split())}", file=sys.stderr)
         return BAD_INPUT
@@ -167,7 +171,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _require_writable(path: Path) -> None:
     """Raise OSError now, not after the work, when `path` cannot be written."""
-    is_new = not path.exists()
+    is_new = not os.path.lexists(path)
     path.open("a").close()
     if is_new:
         path.unlink()

@@ -151,6 +151,11 @@ def check_threads(threads: Any, *, optional: bool = False) -> None:
         raise ValueError(f"threads is {threads}; this machine has {cores} cores")
 
 
+def is_cpu(device: str) -> bool:
+    """Whether a device by that name is the CPU, "cpu:0" included."""
+    return device.split(":")[0] == "cpu"
+
+
 def check_kind(name: str, value: Any, kind: type, *, optional: bool = False) -> None:
     """Raise TypeError, naming the argument, unless `value` is of that class."""
     if not isinstance(value, kind) and not (value is None and optional):

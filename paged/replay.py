@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from paged.block_manager import BlockSpaceManager
-from paged.config import CacheConfig, block_bytes
+from paged.config import CacheConfig, block_bytes, is_cpu
 from paged.provenance import commit, versions
 from paged.replay_config import ReplayConfig, ReplayError, final_length, pool_size
 from paged.replay_load import ReplayLoad
@@ -85,7 +85,7 @@ def replay_trace(
     stats = manager.stats()
     return ReplayReport(
         config=config,
-        backend=config.backend or ("triton" if config.device != "cpu" else "torch"),
+        backend=config.backend or ("torch" if is_cpu(config.device) else "triton"),
         requests=len(requests),
         requests_clipped=sum(map(operator.ne, requests, clipped)),
         steps=memory.paged.steps,

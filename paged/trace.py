@@ -26,6 +26,8 @@ from typing import TextIO
 from paged.errors import PagedError
 
 HASH_BLOCK_TOKENS = 512  # prompt tokens under one of a Mooncake trace's hash_ids
+MOST_TIME = 1e15  # milliseconds: 30,000 years
+MOST = 2**31 - 1  # of every number in a trace: lengths are int32 in the arrays, too
 VOCABULARY = 32_000  # token ids that stand in for the text, which no public trace has
 
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -56,7 +58,7 @@ class Request:
         """At most `max_length` tokens in all: the output keeps up to half, the prompt's tail goes."""
         output_len = min(self.output_len, max_length // 2)
         prompt_len = min(self.prompt_len, max_length - output_len)
-        hash_ids = self.hash_ids and self.hash_ids[: _num_hash_blocks(prompt_len)]
+        hash_ids = self.hash_ids and self.hash_ids[: num_hash_blocks(prompt_len)]
         return replace(self, prompt_len=prompt_len, output_len=output_len, hash_ids=hash_ids)
 
 
@@ -171,20 +173,21 @@ def _parse_mooncake(file: Iterable[str], first_line: str, path: Path) -> Iterato
             wanted = f"wants a JSON object with {', '.join(MOONCAKE_KEYS)}"
             raise _error(path, number, wanted, line.strip())
         milliseconds = row["timestamp"]
-        if type(milliseconds) not in (int, float) or not math.isfinite(milliseconds):
+        if type(milliseconds) not in (int, float) or not -MOST_TIME < milliseconds < MOST_TIME:
             raise _error(path, number, "timestamp must be a number of milliseconds", milliseconds)
         prompt_len = _count(row["input_length"], 1, "input_length", path, number)
         output_len = _count(row["output_length"], 0, "output_length", path, number)
         hash_ids = row["hash_ids"]
-        if not isinstance(hash_ids, list) or len(hash_ids) != _num_hash_blocks(prompt_len):
-            wanted = f"hash_ids must be a list of {_num_hash_blocks(prompt_len)} integers"
+        if not isinstance(hash_ids, list) or len(hash_ids) != num_hash_blocks(prompt_len):
+            wanted = f"hash_ids must be a list of {num_hash_blocks(prompt_len)} integers"
             raise _error(path, number, f"{wanted}, one per {HASH_BLOCK_TOKENS} tokens", hash_ids)
         for hash_id in hash_ids:
-            _count(hash_id, 0, "each of hash_ids", path, number)
+            _count(hash_id, 0, "each of hash_ids", path, number, math.inf)
         yield Request(milliseconds / 1000, prompt_len, output_len, tuple(hash_ids))
 
 
-def _num_hash_blocks(prompt_len: int) -> int:
+def num_hash_blocks(prompt_len: int) -> int:
+    """How many hash ids a prompt of that length has."""
     return -(-prompt_len // HASH_BLOCK_TOKENS)
 
 
@@ -193,9 +196,13 @@ def _integer(text: str) -> int | str:
     return int(text) if re.fullmatch(r"\s*-?[0-9]{1,18}\s*", text) else text
 
 
-def _count(value: object, minimum: int, name: str, path: Path, line: int) -> int:
+def _count(
+    value: object, minimum: int, name: str, path: Path, line: int, most: float = MOST
+) -> int:
     if type(value) is not int or value < minimum:
         raise _error(path, line, f"{name} must be an integer >= {minimum}", value)
+    if value > most:
+        raise _error(path, line, f"{name} must be at most {most:,}", value)
     return value
 
 
@@ -206,7 +213,7 @@ def _timestamp(text: str, path: Path, line: int) -> float:
         moment = datetime.fromisoformat(match[1]) if match else None
     except ValueError:
         moment = None
-    if match is None or moment is None:
+    if match is None or moment is None or moment.tzinfo is not None:
         raise _error(path, line, "TIMESTAMP must look like 2023-11-16 18:17:03.9799600", text)
     return moment.replace(tzinfo=timezone.utc).timestamp() + float(match[2] or 0)
 

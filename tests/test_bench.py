@@ -299,6 +299,18 @@ def test_results_of_two_benchmarks_are_not_compared():
         compare.compare(result_with(name="one"), result_with(name="two"))
 
 
+def test_results_without_a_record_in_common_are_not_compared():
+    first, second = (result_with(exact_record(name, 1, "")) for name in ("quick", "full"))
+    with pytest.raises(BenchError, match="no record in common"):
+        compare.compare(first, second)
+
+
+def test_another_unit_or_kind_is_off():
+    first = result_with(exact_record("a", 3, "bytes"), ratio_record("b", [1.0] * 5, [1.0] * 5, "x"))
+    second = result_with(exact_record("a", 3, "lines"), exact_record("b", 1, "x"))
+    assert verdicts(first, second) == {"a": "off", "b": "off"}
+
+
 def test_without_a_name_the_benchmarks_are_listed(capsys):
     assert main([]) == 0
     printed = capsys.readouterr().out

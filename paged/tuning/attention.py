@@ -9,7 +9,7 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from paged.config import check_int
+from paged.config import check_int, is_cpu
 from paged.replay import device_wait, torch_threads
 from paged.replay_config import TOLERANCES, final_length
 from paged.synthetic import exact_row
@@ -169,7 +169,7 @@ def default_device() -> str:
 
 def default_shape(device: str) -> AttentionShape:
     """Llama 3 8B's heads, in the dtype that such a device is used with."""
-    return AttentionShape(dtype="float32" if device == "cpu" else "bfloat16")
+    return AttentionShape(dtype="float32" if is_cpu(device) else "bfloat16")
 
 
 def typical_lengths(requests: Sequence[Request], number: int, longest: int) -> list[int]:
@@ -183,7 +183,7 @@ def times(
 ) -> dict[str, list[float]]:
     """Seconds of each call, measured in turns: CPU time where one thread does all the work."""
     wait = device_wait(device)
-    on_cpu_alone = device == "cpu" and threads == 1
+    on_cpu_alone = is_cpu(device) and threads == 1
     with torch_threads(threads):
         return time_in_turns(
             {name: partial(_finish, call, wait) for name, call in calls.items()},

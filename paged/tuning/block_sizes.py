@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paged.config import check_int
+from paged.config import check_int, check_kind, is_cpu
 from paged.provenance import commit, versions
 from paged.replay import device_wait
 from paged.replay_config import final_length
+from paged.sequence import as_list
 from paged.trace import Request
 
 from .attention import AttentionShape, default_device, default_shape, kernel_time_ratios
@@ -58,9 +59,11 @@ def sweep_block_sizes(
     sizes = _checked_sizes(block_sizes)
     check_int("num_seqs", num_seqs, minimum=1)
     check_int("memory_tokens", memory_tokens, minimum=1, optional=True)
+    check_int("seed", seed, minimum=0)
+    check_kind("shape", shape, AttentionShape, optional=True)
     requests = as_requests(lengths_or_trace, limit=limit)
     device = device or ("cpu" if measure_kernels is False else default_device())
-    measure_kernels = device != "cpu" if measure_kernels is None else measure_kernels
+    measure_kernels = not is_cpu(device) if measure_kernels is None else measure_kernels
     if measure_kernels:
         device_wait(device)  # refuses one that is absent
     base = min(sizes, key=lambda size: (abs(size - BASE), size))
@@ -147,7 +150,7 @@ def _notes(requests: list[Request], some: list[Request], kernels: str) -> tuple[
 
 
 def _checked_sizes(block_sizes: Sequence[int]) -> list[int]:
-    sizes = list(block_sizes)
+    sizes: list[int] = as_list("block_sizes", block_sizes, "ints")
     for size in sizes:
         check_int("block_sizes", size, minimum=1)
     if not sizes or len(set(sizes)) < len(sizes):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -53,6 +55,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that `model` and `memory_tokens` read."""
     add_shape_arguments(parser)
     parser.add_argument(
+        "--heads",
+        type=positive,
+        metavar="N",
+        help="query heads (default: from --config, else as many as KV heads)",
+    )
+    parser.add_argument(
         "--kv-memory",
         metavar="SIZE",
         help="for K and V of all layers, like 8GiB; wants --config or the shape",
@@ -85,8 +93,11 @@ def model(args: argparse.Namespace) -> ModelShape | None:
     """The model that is described; None when no option says anything of one."""
     flags = (args.config, args.layers, args.kv_heads, args.head_dim)
     if any(flag is not None for flag in flags):
-        return shape_from(args)
-    for option, value in (("--dtype", args.dtype), ("--kv-memory", args.kv_memory)):
+        shape = shape_from(args)
+        return shape if args.heads is None else replace(shape, heads=args.heads)
+    for option, value in (
+        ("--dtype", args.dtype), ("--heads", args.heads), ("--kv-memory", args.kv_memory),
+    ):  # fmt: skip
         if value is not None:
             raise ValueError(f"{option} wants --config, or --layers, --kv-heads and --head-dim")
     return None
@@ -105,16 +116,16 @@ def memory_tokens(args: argparse.Namespace, shape: ModelShape | None) -> int | N
 
 def check_results(args: argparse.Namespace) -> None:
     """Raise OSError now, not after the work, when results cannot be written."""
-    option = "plots"
+    option = "json"
     try:
-        if args.plots is not None:
-            args.plots.mkdir(parents=True, exist_ok=True)
-        option = "json"
         if args.json is not None:
-            is_new = not args.json.exists()
+            is_new = not os.path.lexists(args.json)
             args.json.open("a").close()
             if is_new:
                 args.json.unlink()
+        option = "plots"
+        if args.plots is not None:
+            args.plots.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         path = getattr(args, option)
         raise OSError(f"--{option} {path} cannot be written: {error.strerror}") from error

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 
+from paged.config import is_cpu
+from paged.replay_config import final_length
 from paged.sizing import parse_bytes
 from paged.trace import Request
 
@@ -29,7 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_traffic_arguments(parser)
     add_model_arguments(parser)
     add = parser.add_argument
-    add("--heads", type=int, metavar="N", help="query heads (default: from --config)")
     add(
         "--block-size",
         type=positive,
@@ -72,13 +72,11 @@ def run(args: argparse.Namespace) -> int:
     shape = default_shape(device)
     if described is not None:
         shape = AttentionShape(
-            args.heads or described.heads or described.kv_heads,
+            described.heads or described.kv_heads,
             described.kv_heads,
             described.head_dim,
             described.dtype,
         )
-    elif args.heads is not None:
-        shape = replace(shape, num_heads=args.heads)
     requests = traffic(args)
     comparison = compare_with_dense(
         requests,
@@ -95,7 +93,15 @@ def run(args: argparse.Namespace) -> int:
         progress=True,
     )
     print(comparison)
-    for note in _notes(shape, device, is_assumed=described is None, requests=requests):
+    notes = _notes(shape, device, is_assumed=described is None, requests=requests)
+    if described is not None and described.heads is None:
+        notes.append(f"query heads are taken to be as many as KV heads, {shape.num_heads}: --heads")
+    if any(final_length(request) > args.longest for request in requests):
+        notes.append(
+            f"sequences are timed at {args.longest:,} tokens at most (--longest); memory is that of"
+            " their full lengths"
+        )
+    for note in notes:
         print(f"note: {note}")
     write_results(args, {"dense": comparison})
     return 0
@@ -116,7 +122,7 @@ def _notes(
             "the memory table counts every request alone: prefixes that requests share are left"
             " out; python -m paged tune replays the trace with them"
         )
-    if device.split(":")[0] == "cpu" and shape.dtype != "float32":
+    if is_cpu(device) and shape.dtype != "float32":
         notes.append(
             f"dense attention itself is slow in {shape.dtype} on a CPU: --dtype float32 compares"
             " more fairly"

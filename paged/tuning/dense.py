@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from paged.config import block_bytes, check_int
+from paged.config import block_bytes, check_int, check_kind
 from paged.provenance import commit, versions
 
 from .attention import (
@@ -72,6 +72,8 @@ def compare_with_dense(
     for name, value in {**sizes, "layers": layers}.items():
         check_int(name, value, minimum=1)
     check_timing(seconds, threads)
+    check_int("seed", seed, minimum=0)
+    check_kind("shape", shape, AttentionShape)
     check_int("memory", memory, minimum=1, optional=True)
     requests = as_requests(lengths_or_trace, limit=limit)
     bytes_per_token = block_bytes(1, shape.num_kv_heads, shape.head_dim, shape.dtype, layers)

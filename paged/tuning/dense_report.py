@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from paged.config import block_bytes
+from paged.config import block_bytes, is_cpu
 
 from .attention import AttentionShape
 from .reservation import LONGEST, PAGES, POWER_OF_TWO, Reservation
@@ -76,6 +76,7 @@ class DenseComparison:
         pages, longest, power = (
             self.scheme(name).average for name in (PAGES, LONGEST, POWER_OF_TWO)
         )
+        place = "this CPU, which tells nothing of a GPU" if is_cpu(self.device) else self.device
         decode, prefill = self.time(DECODE), self.time(PREFILL)
         worst = max(row.error for row in self.times if row.name in (SHUFFLED, IN_ORDER))
         dense = max(row.error for row in self.times if row.name == DENSE)
@@ -83,7 +84,7 @@ class DenseComparison:
             f"Memory: a running sequence holds {pages:,.0f} token slots in pages, {longest:,.0f}"
             f" when all reserve the longest length and {power:,.0f} as the next power of two: the"
             f" same memory carries {longest / pages:.1f} and {power / pages:.2f} times as many"
-            f" sequences. Time: attention over shuffled pages takes {decode.ratio} times as long"
+            f" sequences. Time on {place}: attention over shuffled pages takes {decode.ratio} times as long"
             f" as dense in decode, {prefill.ratio} in prefill. Error against float64: paged"
             f" {worst:.1e}, dense {dense:.1e}."
         )
@@ -130,8 +131,12 @@ class DenseComparison:
         layers = "1 layer" if self.layers == 1 else f"{self.layers:,} layers"
         weighed = (
             f"MiB of K and V in {layers} of {self.shape.num_kv_heads} KV heads of"
-            f" {self.shape.head_dim}, {self.shape.dtype}"
+            f" {self.shape.head_dim}, {self.shape.dtype}. Used: share of what is reserved that"
+            " holds a token, when a sequence ends and over its life. Oracle: reserves the length"
+            " that a sequence will have"
         )
+        if self.memory[0].sequences is not None:
+            weighed += ". Fit: sequences that the memory holds"
         return "\n\n".join(
             [
                 f"{text_table(head[: len(memory[0])], memory)}\n{weighed}",

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from paged.config import check_int
+from paged.sequence import as_list
 from paged.trace import HASH_BLOCK_TOKENS
 
 from .eviction import POLICIES, Policy, Prompts, count_hits, optimum
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from paged.plots.style import FilePath
 
+RESERVED = ("optimum", "pool_tokens")  # names in the tables beside the policies'
 POOL_TOKENS = (131_072, 524_288, 2_097_152)
 
 
@@ -113,6 +115,8 @@ def compare_policies(
     from tqdm import tqdm
 
     named = _named(policies)
+    check_int("block_size", block_size, minimum=1)
+    pool_tokens = as_list("pool_tokens", pool_tokens, "ints")
     if not pool_tokens:
         raise TuningError("pool_tokens is empty; it must hold the size of a pool in tokens")
     for size in pool_tokens:
@@ -155,11 +159,16 @@ def _named(policies: Mapping[str, Policy] | Iterable[Policy] | None) -> dict[str
     if isinstance(policies, Mapping):
         named = dict(policies)
     else:
-        listed = list(policies)
+        listed = as_list("policies", policies, "functions of a block")
         named = {getattr(policy, "__name__", type(policy).__name__): policy for policy in listed}
         if len(named) < len(listed):
             raise TuningError(f"policies have equal names: {', '.join(named)}; give a dict instead")
     for name, policy in named.items():
+        if not isinstance(name, str) or name in RESERVED:
+            raise TuningError(
+                f"policies has the name {name!r}; it must be a string, and none of"
+                f" {', '.join(RESERVED)}"
+            )
         if not callable(policy):
             raise TypeError(f"policies[{name!r}] is {policy!r}; it must be a function of a block")
     if not named:

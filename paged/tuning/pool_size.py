@@ -33,10 +33,12 @@ def pool_sentence(
 ) -> str:
     """The pool to take. roomy: the same replay in a pool with room for all; `report` may be it."""
     num_blocks, peak = report.load.num_blocks, roomy.peak_blocks
+    limits = report.scheduler_config
     wanted = blocks_for(peak, roomy.config.watermark)
     at = (
-        f"at a load of {load:g} and --max-num-seqs {report.scheduler_config.max_num_seqs} the peak"
-        f" was {_blocks(peak, roomy, shape)}"
+        f"at a load of {load:g} of {limits.max_num_seqs:,} sequences and"
+        f" {limits.max_num_batched_tokens:,} tokens a step the peak was"
+        f" {_blocks(peak, roomy, shape)}"
     )
     take = (
         f"Take a pool of {_blocks(wanted, roomy, shape)} or more, the peak and the"
@@ -46,7 +48,8 @@ def pool_sentence(
         take += ". More keeps prefixes that no running request holds"
     short = " and ".join(_shortages(report))
     if not was_short(report):
-        return f"Pool: {at}, and no request waited for blocks. {take}"
+        only = ", only for their turn in a step" if report.load.steps_short_of_seats else ""
+        return f"Pool: {at}, and no request waited for blocks{only}. {take}"
     if wanted <= num_blocks:
         return f"Pool: {at} with room for all; the pool of {num_blocks:,} was {short}. {take}"
     return (

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from time import process_time
 
 from paged.block_manager import BlockSpaceManager
-from paged.config import CacheConfig
+from paged.config import CacheConfig, check_kind
 from paged.scheduler import Scheduler
 from paged.scheduler_config import SchedulerConfig
 from paged.scheduler_output import SchedulerOutput
@@ -21,7 +21,7 @@ from paged.trace import Request
 from .recorder import Recorder
 from .replay_report import ReplayReport
 from .replay_setup import arrival_steps, sized_for
-from .traffic import StandIns, Traffic, as_requests
+from .traffic import StandIns, Traffic, TuningError, as_requests
 
 QUEUE = 64  # requests that wait in the scheduler; the others outside, where they take no memory
 
@@ -73,6 +73,10 @@ class Replay:
         load: float | None = 0.8,
         with_batches: bool = False,
     ) -> None:
+        check_kind("config", config, CacheConfig, optional=True)
+        check_kind("scheduler_config", scheduler_config, SchedulerConfig, optional=True)
+        if not requests:
+            raise TuningError("requests is empty; it must hold a request")
         scheduler_config = scheduler_config or SchedulerConfig()
         self.requests = requests
         self.config = sized_for(requests, config, scheduler_config)

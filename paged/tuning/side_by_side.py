@@ -21,7 +21,7 @@ class Replayed:
     """What one block size did. host_time: of scheduler, manager and arrays, over that of the base."""
 
     waste: float
-    host_time: Ratio
+    host_time: Ratio | None  # None: too few steps to tell
 
 
 def first_within(requests: Sequence[Request], cost: int = COST) -> list[Request]:
@@ -50,6 +50,7 @@ def replay_side_by_side(
     does hits all sizes alike; medians of their CPU times are compared. `progress` is called once
     per block size that is done.
     """
+    Replay(requests[:1], with_batches=True).step()  # what is imported late is nobody's host time
     caching = requests[0].hash_ids is not None
     runs = {
         size: Replay(
@@ -81,9 +82,6 @@ def replay_side_by_side(
     }
 
 
-def _ratio(subject: list[float], baseline: list[float]) -> Ratio:
-    """Of runs too short for groups: of their sums, with no spread to tell."""
-    if len(subject) >= GROUPS:
-        return ratio(subject, baseline)
-    value = sum(subject) / sum(baseline)
-    return Ratio(value, value, value, len(subject))
+def _ratio(subject: list[float], baseline: list[float]) -> Ratio | None:
+    """None where runs are too short for a spread: a single noisy value would decide."""
+    return ratio(subject, baseline) if len(subject) >= GROUPS else None

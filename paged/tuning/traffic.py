@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from itertools import islice
+from numbers import Real
 from os import PathLike
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import Any
 
+from paged.config import check_int
 from paged.errors import PagedError
 from paged.replay_config import final_length
 from paged.sequence import as_count
-from paged.trace import HASH_BLOCK_TOKENS, Request, read_trace
+from paged.trace import HASH_BLOCK_TOKENS, Request, num_hash_blocks, read_trace
 
 Traffic = str | PathLike[str] | Iterable[Request | int | tuple[int, int]]
 
@@ -30,10 +34,13 @@ def as_requests(lengths_or_trace: Traffic, *, limit: int | None = None) -> list[
     Lengths without an arrival arrive one a second. TraceError for a file, TypeError or TuningError
     for anything else that cannot be read; both name the position.
     """
+    check_int("limit", limit, minimum=1, optional=True)
     if isinstance(lengths_or_trace, str | PathLike):
         return read_trace(Path(lengths_or_trace), limit=limit)
     try:
         items = islice(iter(lengths_or_trace), limit)
+        if isinstance(lengths_or_trace, bytes | bytearray):
+            raise TypeError
     except TypeError:
         raise TypeError(
             f"lengths_or_trace is {lengths_or_trace!r}; it must be a path, or a list of requests,"
@@ -50,9 +57,9 @@ def as_requests(lengths_or_trace: Traffic, *, limit: int | None = None) -> list[
 
 
 def _as_request(item: Any, position: int) -> Request:
-    if isinstance(item, Request):
-        return item
     name = f"lengths_or_trace[{position}]"
+    if isinstance(item, Request):
+        return _checked(name, item)
     pair = (item, 0)
     if isinstance(item, tuple | list):
         if len(item) != 2:
@@ -62,6 +69,26 @@ def _as_request(item: Any, position: int) -> Request:
     if prompt_len < 1:
         raise TuningError(f"{name} is {item!r}; a sequence must begin with at least one token")
     return Request(float(position), prompt_len, output_len)
+
+
+def _checked(name: str, request: Request) -> Request:
+    """The request with plain ints; TypeError or TuningError names what is wrong with it."""
+    arrival, hash_ids = request.arrival, request.hash_ids
+    if isinstance(arrival, bool) or not isinstance(arrival, Real) or not math.isfinite(arrival):
+        raise TuningError(f"{name}.arrival is {arrival!r}; it must be a finite number of seconds")
+    prompt_len = as_count(f"{name}.prompt_len", request.prompt_len)
+    output_len = as_count(f"{name}.output_len", request.output_len)
+    if prompt_len < 1:
+        raise TuningError(f"{name}.prompt_len is 0; a sequence must begin with at least one token")
+    if hash_ids is not None:
+        wanted = num_hash_blocks(prompt_len)
+        if not isinstance(hash_ids, tuple | list) or len(hash_ids) != wanted:
+            raise TuningError(
+                f"{name}.hash_ids is {shortened(hash_ids)}; it must be a tuple of {wanted}, one per"
+                f" {HASH_BLOCK_TOKENS} tokens of the prompt"
+            )
+        hash_ids = tuple(hash_ids)
+    return Request(float(arrival), prompt_len, output_len, hash_ids)
 
 
 def life(request: Request) -> range:

@@ -9,7 +9,7 @@ from paged.config import CacheConfig, check_int
 from paged.replay_config import TOLERANCES
 from paged.scheduler_config import SchedulerConfig
 from paged.sizing import ModelShape
-from paged.trace import Request
+from paged.trace import HASH_BLOCK_TOKENS, Request
 
 from .attention import AttentionShape
 from .block_sizes import BLOCK_SIZES, sweep_block_sizes
@@ -106,9 +106,11 @@ def run(args: argparse.Namespace) -> int:
         progress=True,
     )
     print(f"{sweep}\n")
+    if args.kernels and shape is not None and shape.heads is None:
+        print(f"note: query heads are taken to be as many as KV heads, {shape.kv_heads}: --heads\n")
     answers: dict[str, Answer] = {"block_sizes": sweep}
-    if requests[0].hash_ids is not None:
-        pools = POOL_TOKENS if room is None else (room, 4 * room)
+    pools = POOL_TOKENS if room is None else (room, 4 * room)
+    if requests[0].hash_ids is not None and min(pools) >= HASH_BLOCK_TOKENS:
         policies = compare_policies(requests, (lru, fifo, lfu), pool_tokens=pools, progress=True)
         print(f"{policies}\n")
         answers["policies"] = policies

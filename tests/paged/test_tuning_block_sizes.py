@@ -27,13 +27,20 @@ def test_seventeen_tokens_by_hand():
 
 
 def test_replayed_waste_is_the_closed_form_without_sharing():
-    requests = [(30 + index % 7, 9) for index in range(40)]
+    requests = [(30 + index % 7, 90) for index in range(40)]
     sweep = sweep_block_sizes(requests, (4, 16, 32))
     assert sweep.replayed_requests == 40
     for row in sweep.rows:
         assert row.waste_replayed == pytest.approx(row.waste)
         assert row.host_time.lower <= row.host_time.value <= row.host_time.upper
     assert sweep.row(16).host_time.value == 1
+
+
+def test_a_replay_too_short_for_a_spread_has_no_say():
+    sweep = sweep_block_sizes([3] * 4, (8, 16, 32))
+    assert [row.host_time for row in sweep.rows] == [None] * 3
+    assert sweep.row(8).waste_replayed == 5 / 8
+    assert sweep.recommendation.block_size == 8
 
 
 def test_sharing_shows_in_the_replay_and_in_the_hits():

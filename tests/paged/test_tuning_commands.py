@@ -56,7 +56,7 @@ def test_tune_needs_nothing_but_its_name(monkeypatch, capsys):
     assert "20 requests of the built-in lengths" in shown
     assert "Replay of the first" in shown
     assert "Most hits" not in shown
-    assert "Pool: at a load of 0.8 and --max-num-seqs 256 the peak was" in shown
+    assert "Pool: at a load of 0.8 of 256 sequences and 2,048 tokens a step the peak was" in shown
     assert "More keeps prefixes" not in shown
 
 
@@ -64,14 +64,15 @@ def test_tune_ends_with_the_pool_to_take(trace, capsys):
     """Three families, four at once: 4 x 44 blocks of 16, less the 32 that two alike share."""
     options = ["tune", "--trace", str(trace), *SHAPE, "--block-sizes", "16"]
     options += ["--max-num-seqs", "4", "--load", "4"]
-    at = "at a load of 4 and --max-num-seqs 4 the peak was 144 blocks (1.1 MiB)"
+    at = "at a load of 4 of 4 sequences and 2,048 tokens a step the peak was 144 blocks (1.1 MiB)"
     take = (
         "Take a pool of 146 blocks (1.1 MiB) or more, the peak and the 1% that admission leaves"
         " free. More keeps prefixes that no running request holds"
     )
     assert main([*options, "--kv-memory", "2MiB"]) == 0
     *before, last = capsys.readouterr().out.strip().splitlines()
-    assert last == f"Pool: {at}, and no request waited for blocks. {take}"
+    waited = "and no request waited for blocks, only for their turn in a step"
+    assert last == f"Pool: {at}, {waited}. {take}"
     assert not any(line.startswith("options here") for line in before)
     assert main([*options, "--kv-memory", "800KiB"]) == 0
     *before, last = capsys.readouterr().out.strip().splitlines()
@@ -115,6 +116,8 @@ def test_compare_warns_of_half_precision_on_a_cpu(tmp_path, capsys):
     assert main(["compare", *options, "--batch", "1", "--longest", "20", "--seconds", "0"]) == 0
     shown = capsys.readouterr().out
     assert "dense attention itself is slow in bfloat16 on a CPU: --dtype float32" in shown
+    assert "query heads are taken to be as many as KV heads, 2: --heads" in shown
+    assert "sequences are timed at 20 tokens at most (--longest)" in shown
     assert "prefixes" not in shown
 
 
@@ -155,6 +158,9 @@ def test_counts_below_one_are_refused_with_the_options(options, capsys):
         (["tune", "--json", "nowhere/x.json"], "--json nowhere/x.json cannot be written: No such"),
         (["tune", "--config", "."], "config config.json cannot be read"),
         (["compare", *SHAPE, "--heads", "3"], "num_heads is 3"),
+        (["compare", "--heads", "4"], "--heads wants --config"),
+        (["tune", *SHAPE, "--kv-memory", "9" * 400], "too large for this machine"),
+        (["tune", "--requests", "10000000000000000"], "too large for this machine"),
         (["compare", "--kv-memory", "8GiB"], "--kv-memory wants"),
         (["compare", "--dtype", "float16"], "--dtype wants --config"),
         (["compare", "--seconds", "-1"], "seconds is -1.0; it must be a finite number >= 0"),
@@ -171,6 +177,17 @@ def test_bad_input_is_one_line_and_exit_code_2(options, message, tmp_path, monke
     lines = capsys.readouterr().err.splitlines()
     assert lines[-1].startswith("paged: ")
     assert message in lines[-1]
+
+
+@pytest.mark.parametrize("command", ["tune", "compare"])
+def test_a_dangling_link_is_written_through(command, tmp_path, monkeypatch):
+    monkeypatch.setattr("paged.tuning.command_options.BUILT_IN_REQUESTS", 3)
+    link = tmp_path / "link.json"
+    link.symlink_to(tmp_path / "target.json")
+    few = ["--block-sizes", "16"] if command == "tune" else ["--batch", "1", "--longest", "20"]
+    few += [] if command == "tune" else ["--seconds", "0", "--device", "cpu"]
+    assert main([command, *few, "--json", str(link)]) == 0
+    assert link.is_symlink() and json.loads((tmp_path / "target.json").read_text())
 
 
 @pytest.mark.parametrize("command", ["tune", "compare"])

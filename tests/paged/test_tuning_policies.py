@@ -207,3 +207,15 @@ def test_the_picture_has_a_curve_for_each_policy_and_the_optimum(tmp_path):
 def test_wrong_arguments_are_refused_by_name(arguments, error, message):
     with pytest.raises(error, match=message):
         compare_policies(**{"trace": one_block_prompts("AB")} | arguments)
+
+
+@pytest.mark.parametrize("name", ["optimum", "pool_tokens", None, 1])
+def test_a_name_that_the_tables_use_themselves_is_refused(name):
+    with pytest.raises(TuningError, match=f"policies has the name {name!r}; it must be a string"):
+        compare_policies([Request(0.0, 9, 1, (1,))], {name: lru})
+
+
+@pytest.mark.parametrize("name", ["pool_tokens", "policies"])
+def test_what_must_be_a_list_is_checked(name):
+    with pytest.raises(TypeError, match=f"{name} is 5; it must be a list of"):
+        compare_policies([Request(0.0, 9, 1, (1,))], **{name: 5})

@@ -41,12 +41,26 @@ def test_a_path_is_a_trace_file(tmp_path):
         ([(1, 2, 3)], TuningError, "a pair must be"),
         ([(1, -2)], ValueError, r"lengths_or_trace\[0\]"),
         ([Request(0.0, 9, 1), Request(0.0, 9, 1, (4,))], TuningError, "hash_ids"),
+        (b"trace.csv", TypeError, "it must be a path, or a list"),
+        ([Request(float("nan"), 9, 1)], TuningError, r"\[0\].arrival is nan"),
+        ([Request(None, 9, 1)], TuningError, r"\[0\].arrival is None"),
+        ([Request(0.0, 2.5, 1)], TypeError, r"\[0\].prompt_len is 2.5"),
+        ([Request(0.0, 0, 1)], TuningError, r"\[0\].prompt_len is 0"),
+        ([Request(0.0, 9, -3)], ValueError, r"\[0\].output_len is -3"),
+        ([Request(0.0, 1025, 3, (1,))], TuningError, r"\[0\].hash_ids is \(1,\); .* a tuple of 3"),
+        ([Request(0.0, 9, 1, 5)], TuningError, r"\[0\].hash_ids is 5"),
     ],
-    ids=["empty", "no list", "zero", "negative", "bool", "float", "triple", "output", "mixed"],
+    ids=range(17),
 )
 def test_what_is_no_traffic_is_refused_by_name(traffic, error, message):
     with pytest.raises(error, match=message):
         as_requests(traffic)
+
+
+@pytest.mark.parametrize("limit", [0, -1, 1.5, True])
+def test_a_limit_is_checked(limit):
+    with pytest.raises((TypeError, ValueError), match=f"limit is {limit}; it must be an int >= 1"):
+        as_requests([3], limit=limit)
 
 
 def test_a_request_lives_from_its_prompt_to_its_last_written_token():
