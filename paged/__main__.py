@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -17,6 +16,7 @@ from paged.config import check_int
 from paged.errors import PagedError
 from paged.replay_config import TOLERANCES, ReplayConfig
 from paged.trace import BUILT_IN_SOURCE
+from paged.writable import require_writable
 
 # Each of these modules has add_arguments(parser) and run(args) -> exit code.
 COMMANDS = {
@@ -145,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
     if args.block_map.suffix not in PICTURES:
         raise ValueError(f"block map {args.block_map} must end in {', '.join(PICTURES)}")
     for path in filter(None, (args.json, args.block_map)):
-        _require_writable(path)
+        require_writable(path)
     if args.trace is None:
         requests = sample_requests(args.requests, seed=config.seed)
         source = BUILT_IN_SOURCE
@@ -167,14 +167,6 @@ def run(args: argparse.Namespace) -> int:
         args.json.write_text(json.dumps(report.to_dict() | {"trace": source}, indent=1) + "\n")
         print(f"JSON: {args.json}")
     return 0 if report.agrees else DISAGREES
-
-
-def _require_writable(path: Path) -> None:
-    """Raise OSError now, not after the work, when `path` cannot be written."""
-    is_new = not os.path.lexists(path)
-    path.open("a").close()
-    if is_new:
-        path.unlink()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from paged.config import block_bytes, check_int
 from paged.sizing import ModelShape, add_shape_arguments, parse_bytes, shape_from
 from paged.trace import BUILT_IN_SOURCE, Request, read_trace, sample_requests
+from paged.writable import require_writable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -103,6 +103,13 @@ def model(args: argparse.Namespace) -> ModelShape | None:
     return None
 
 
+def heads_note(shape: ModelShape | None) -> list[str]:
+    """What is assumed of the query heads, if anything is."""
+    if shape is None or shape.heads is not None:
+        return []
+    return [f"query heads are taken to be as many as KV heads, {shape.kv_heads}: --heads"]
+
+
 def memory_tokens(args: argparse.Namespace, shape: ModelShape | None) -> int | None:
     """Tokens that --kv-memory has room for; None without it."""
     if args.kv_memory is None or shape is None:
@@ -119,10 +126,7 @@ def check_results(args: argparse.Namespace) -> None:
     option = "json"
     try:
         if args.json is not None:
-            is_new = not os.path.lexists(args.json)
-            args.json.open("a").close()
-            if is_new:
-                args.json.unlink()
+            require_writable(args.json)
         option = "plots"
         if args.plots is not None:
             args.plots.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ from .command_options import (
     add_result_arguments,
     add_traffic_arguments,
     check_results,
+    heads_note,
     memory_tokens,
     model,
     positive,
@@ -93,22 +94,17 @@ def run(args: argparse.Namespace) -> int:
         progress=True,
     )
     print(comparison)
-    notes = _notes(shape, device, is_assumed=described is None, requests=requests)
-    if described is not None and described.heads is None:
-        notes.append(f"query heads are taken to be as many as KV heads, {shape.num_heads}: --heads")
-    if any(final_length(request) > args.longest for request in requests):
-        notes.append(
-            f"sequences are timed at {args.longest:,} tokens at most (--longest); memory is that of"
-            " their full lengths"
-        )
-    for note in notes:
+    notes = _notes(
+        shape, device, is_assumed=described is None, requests=requests, longest=args.longest
+    )
+    for note in heads_note(described) + notes:
         print(f"note: {note}")
     write_results(args, {"dense": comparison})
     return 0
 
 
 def _notes(
-    shape: AttentionShape, device: str, *, is_assumed: bool, requests: list[Request]
+    shape: AttentionShape, device: str, *, is_assumed: bool, requests: list[Request], longest: int
 ) -> list[str]:
     """What to know before the figures are believed."""
     notes = []
@@ -126,5 +122,10 @@ def _notes(
         notes.append(
             f"dense attention itself is slow in {shape.dtype} on a CPU: --dtype float32 compares"
             " more fairly"
+        )
+    if any(final_length(request) > longest for request in requests):
+        notes.append(
+            f"sequences are timed at {longest:,} tokens at most (--longest); memory is that of"
+            " their full lengths"
         )
     return notes

@@ -19,6 +19,7 @@ from .command_options import (
     add_result_arguments,
     add_traffic_arguments,
     check_results,
+    heads_note,
     memory_tokens,
     model,
     positive,
@@ -106,8 +107,8 @@ def run(args: argparse.Namespace) -> int:
         progress=True,
     )
     print(f"{sweep}\n")
-    if args.kernels and shape is not None and shape.heads is None:
-        print(f"note: query heads are taken to be as many as KV heads, {shape.kv_heads}: --heads\n")
+    for note in heads_note(shape) if args.kernels else []:
+        print(f"note: {note}\n")
     answers: dict[str, Answer] = {"block_sizes": sweep}
     pools = POOL_TOKENS if room is None else (room, 4 * room)
     if requests[0].hash_ids is not None and min(pools) >= HASH_BLOCK_TOKENS:
