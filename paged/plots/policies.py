@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from .style import HEADROOM, LINES, MARKERS, OWNER_COLOURS, SIZES, FilePath, new_figure, saved
+from .style import HEADROOM, OWNER_COLOURS, FilePath, curve_style, new_figure, saved
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -43,11 +43,7 @@ def hits_against_pool_size(
             sizes,
             [100 * row[name] / prompt_tokens for row in ordered],
             color="black" if is_optimum else OWNER_COLOURS[(position - 1) % len(OWNER_COLOURS)],
-            linestyle=LINES[position % len(LINES)],
-            marker=MARKERS[position % len(MARKERS)],
-            markersize=SIZES[position % len(SIZES)],
-            markerfacecolor="none",
-            linewidth=SIZES[position % len(SIZES)] / 4,
+            **curve_style(position),
             label="optimum, which knows the future" if is_optimum else name.replace("_", " "),
         )
     axes.set_xscale("log", base=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .style import HEADROOM, LINES, MARKERS, OWNER_COLOURS, SIZES, FilePath, new_figure, saved
+from .style import HEADROOM, OWNER_COLOURS, FilePath, curve_style, new_figure, saved
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,11 +50,7 @@ def waste_against_block_size(
             [block_size for block_size, _ in points],
             [100 * share for _, share in points],
             color=OWNER_COLOURS[position % len(OWNER_COLOURS)],
-            linestyle=LINES[position % len(LINES)],
-            marker=MARKERS[position % len(MARKERS)],
-            markersize=SIZES[position % len(SIZES)],
-            markerfacecolor="none",
-            linewidth=SIZES[position % len(SIZES)] / 4,
+            **curve_style(position),
             label=name.replace("_", " "),
         )
     sizes = sorted({row["block_size"] for row in rows})
